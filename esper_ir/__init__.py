@@ -1,0 +1,1 @@
+"""BlueprintIR: the graph language. Knows nothing of Triton, disks or GPUs."""

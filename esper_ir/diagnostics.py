@@ -1,0 +1,128 @@
+"""Errors that carry a code, the node or file they concern and what to do; refusals of candidates as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# Exit codes of every command line tool of the project.
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_NOT_FOUND = 10
+EXIT_INTEGRITY = 11
+EXIT_UNTRUSTED = 12
+EXIT_REVOKED = 13
+EXIT_CONFLICT = 14
+EXIT_LIMIT = 15
+EXIT_BACKEND = 16
+EXIT_INTERRUPTED = 130
+
+
+class EsperError(Exception):
+    """A refusal with a name.
+
+    `code` is stable ("E0312") and documented in docs/errors.md; `node` is the graph node, file or artifact concerned;
+    `hint` says what to do; `exit_code` is what a command line tool exits with.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        node: str | None = None,
+        hint: str | None = None,
+        exit_code: int = EXIT_FAILURE,
+        details: Mapping[str, Any] | None = None,
+        diagnostics: Iterable[Diagnostic] = (),
+    ) -> None:
+        self.code = code
+        self.message = message
+        self.node = node
+        self.hint = hint
+        self.exit_code = exit_code
+        self.details: dict[str, Any] = dict(details or {})
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(diagnostics)
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """One readable text: code, node, message, every diagnostic, hint."""
+        where = f" [{self.node}]" if self.node else ""
+        lines = [f"{self.code}{where}: {self.message}"]
+        lines += [str(d) for d in self.diagnostics]
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as data, for `--json`."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "node": self.node,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+            "details": self.details,
+            "diagnostics": [d.to_json() for d in self.diagnostics],
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(kind: type[EsperError], state: dict[str, Any]) -> EsperError:
+    error = EsperError.__new__(kind)
+    error.__dict__.update(state)
+    Exception.__init__(error, error.render())
+    return error
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One finding of the verifier: `level` is "error" or "warning"; `context` is the printed graph line it marks."""
+
+    code: str
+    message: str
+    node: str | None = None
+    level: str = "error"
+    context: str = ""
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        where = f" [{self.node}]" if self.node else ""
+        lines = [f"  {self.level} {self.code}{where}: {self.message}"]
+        if self.context:
+            lines += [f"    {line}" for line in self.context.splitlines()]
+        if self.hint:
+            lines.append(f"    hint: {self.hint}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "message": self.message,
+            "node": self.node,
+            "level": self.level,
+            "context": self.context,
+            "hint": self.hint,
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that does not fit, with the reason; never an exception, always kept for `explain`."""
+
+    code: str
+    reason: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accepted(Generic[T]):
+    """A candidate that fits, with what it yields."""
+
+    value: T
