@@ -1,0 +1,166 @@
+"""What an operator is: one record that holds its shape rule, meaning, gradient, loop shape, samples and tolerance.
+
+Types only: operator families import this module, and nothing here imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from esper_ir.scalar import Expr
+from esper_ir.types import DType, TensorType
+
+REQUIRED = object()
+Attrs = Mapping[str, Any]
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class Attr:
+    """A typed attribute. `kind`: int, float, bool, str, dtype, ints (tuple of int), shape (tuple of Dim)."""
+
+    name: str
+    kind: str
+    default: Any = REQUIRED
+    choices: tuple[Any, ...] = ()
+    doc: str = ""
+
+
+@dataclass(frozen=True)
+class Val:
+    """A value of a graph under construction: its name and type."""
+
+    name: str
+    type: TensorType
+
+
+Operand = Val | Number
+"""What a rule receives: a tensor value, or a Python number (weakly typed as in torch)."""
+
+
+class Emit(Protocol):
+    """Adds a node to the graph under construction; the shape rule is applied at once.
+
+    `emit("sum", x, dims=(1,), keepdim=True)`; an operator with several outputs returns them through `emit.many`.
+    """
+
+    def __call__(self, op: str, *operands: Operand, **attrs: Any) -> Val: ...
+
+    def many(self, op: str, *operands: Operand, **attrs: Any) -> tuple[Val, ...]: ...
+
+
+InferRule = Callable[[Sequence[TensorType | Number], Attrs], tuple[TensorType, ...]]
+"""Types of the outputs; raises EsperError (E02xx) with both shapes and the rule when they do not fit."""
+
+VjpRule = Callable[
+    [Emit, Sequence[Operand], Sequence[Val], Sequence[Val | None], Attrs, Sequence[bool]], Sequence[Val | None]
+]
+"""(emit, inputs, outputs, cotangents of outputs, attrs, wanted per input) -> cotangent per input or None."""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """Element by element with torch's broadcasting; `body(attrs)` is an expression over `Arg(i)`, one per operand."""
+
+    body: Callable[[Attrs], Expr]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Over attribute `dims` (tuple of non-negative ints), `keepdim`. `combine`: sum, max, min, prod.
+
+    Accumulates in float32 (float64 for float64); `mean` divides the sum by the number of elements reduced.
+    """
+
+    combine: str
+    mean: bool = False
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Data movement without arithmetic. `kind`: expand, reshape, permute; the attribute of the same meaning says how."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """`spec`: "matmul" (torch.matmul of rank >= 2 operands, batch dims broadcast, fp32 accumulation)."""
+
+    spec: str
+
+
+@dataclass(frozen=True)
+class Composite:
+    """Stays whole in the text; `expand(emit, inputs, attrs)` gives the same outputs in primitives."""
+
+    expand: Callable[[Emit, Sequence[Operand], Attrs], Sequence[Val]]
+
+
+@dataclass(frozen=True)
+class Creation:
+    """No tensor operand: `full` with attributes `shape`, `dtype`, `value`."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Only a template of this name, or an extern step, can lower it."""
+
+    template: str
+
+
+Lowering = Pointwise | Reduction | Movement | Contraction | Composite | Creation | Opaque
+
+
+@dataclass(frozen=True)
+class NotDifferentiable:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One test case: operand types (static shapes) or numbers, attributes; `low`/`high` bound the random values."""
+
+    operands: tuple[TensorType | Number, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    low: float = -2.0
+    high: float = 2.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Ulps-like factor over the table in esper_ir/oracle.py, with the reason why the default does not do."""
+
+    factor: float = 1.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class OpDef:
+    """The whole of one operator. `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of
+    tensors: it is the torch call of that name, resolved when used, so that this package works without torch.
+    `arity` is (least, most) operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim.
+    """
+
+    name: str
+    infer: InferRule
+    reference: Callable[[Sequence[Any], Attrs], tuple[Any, ...]]
+    vjp: VjpRule | NotDifferentiable
+    lowering: Lowering
+    samples: tuple[Sample, ...]
+    arity: tuple[int, int]
+    params: tuple[Attr, ...] = ()
+    tolerance: Tolerance = Tolerance()
+    cost: Callable[[Sequence[TensorType | Number], Sequence[TensorType], Attrs], Any] | None = None
+    commutative: bool = False
+    doc: str = ""
+
+    def attr(self, name: str) -> Attr | None:
+        return next((a for a in self.params if a.name == name), None)
+
+
+FLOATS = (DType.float64, DType.float32, DType.bfloat16, DType.float16)
