@@ -1,0 +1,47 @@
+# Everything a person types is here; every target brings its own prerequisites.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.esper-installed
+DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c)
+
+.PHONY: help install demo test test-slow test-gpu bench lint docs library clean
+
+help:  ## print this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## make .venv with the pinned versions (again only when the declarations changed)
+
+# torch comes through the constraint as ==2.13.0, so a CPU build that is already at hand satisfies it.
+$(STAMP): $(DEPS)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[forge,demo,test]'
+	touch $@
+
+demo: $(STAMP)  ## compile, prove, load and train on real digits
+	$(PY) -m bench.demo
+
+test: $(STAMP)  ## everything that runs without a card, in minutes
+	$(PY) -m pytest -n 2 -m "not slow and not gpu"
+
+test-slow: $(STAMP)  ## the long ones
+	$(PY) -m pytest -m "slow and not gpu"
+
+test-gpu: $(STAMP)  ## those that need a CUDA card; fails without one
+	ESPER_REQUIRE_GPU=1 $(PY) -m pytest -m gpu
+
+bench: $(STAMP)  ## measure against the peers on the card here; writes bench/results/
+	$(PY) -m bench.harness
+
+lint: $(STAMP)  ## ruff, pyright, import order, size budgets
+	$(PY) -m pytest -q tests/test_lint.py tests/test_layers.py tests/test_budgets.py
+
+docs: $(STAMP)  ## rebuild what is generated: docs/errors.md, command references, the README's table
+	$(PY) docs/build.py
+
+library: $(STAMP)  ## compile the examples with the fast pipeline for this machine and prove them
+	$(VENV)/bin/esper-forge compile examples/*.json --pipeline fast --target auto
+	$(VENV)/bin/esper-gauntlet bench --pending
+
+clean:  ## remove the virtual environment and build leftovers
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

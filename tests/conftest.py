@@ -1,0 +1,77 @@
+"""Shared fixtures: goldens with one update flag, a library of one's own, card tests skipped aloud."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+NO_CARD = "no CUDA card here: this test did NOT run (make test-gpu on a machine with one)"
+GOLDENS = Path(__file__).with_name("goldens")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden files instead of comparing"
+    )
+
+
+def _card() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted = [item for item in items if item.get_closest_marker("gpu")]
+    # With ESPER_REQUIRE_GPU=1 (`make test-gpu`) they run and fail without a card instead of being skipped.
+    if not wanted or os.environ.get("ESPER_REQUIRE_GPU") == "1" or _card():
+        return
+    for item in wanted:
+        item.add_marker(pytest.mark.skip(reason=NO_CARD))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Every skipped test is named with its reason: a skip is never silent."""
+    skipped = terminalreporter.getreports("skipped")
+    if not skipped:
+        return
+    terminalreporter.section("skipped: these tests did not run")
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        terminalreporter.line(f"{report.nodeid}: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` compares text with tests/goldens/<name>; `--update-golden` rewrites the file."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDENS / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), (
+            f"no golden {path}: run pytest --update-golden and read the result before committing"
+        )
+        assert text == path.read_text(encoding="utf-8"), (
+            f"{path.name} differs; --update-golden if it is meant to"
+        )
+
+    return check
+
+
+@pytest.fixture
+def esper_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty library with a key home of its own; nothing of the user's is read or written.
+
+    Yields the library's path (not yet created). Child processes inherit the setting.
+    """
+    for name in ("DATA", "CONFIG", "STATE", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
+    monkeypatch.setenv("ESPER_LIBRARY", str(tmp_path / "library"))
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "keys"))
+    monkeypatch.delenv("ESPER_STRICT", raising=False)
+    yield tmp_path / "library"
