@@ -1,0 +1,342 @@
+"""The launch manifest: everything needed to choose, check and launch the kernels of one artifact, as strict data.
+
+It is what forge writes, what runtime executes and what gauntlet reads; it lives in the container's "launch" key.
+
+Sizes are a closed grammar, never evaluated as code: an int, the name of a dim, or [operator, a, b] with operator one of
+`SIZE_OPS`. Buffers are numbered within a plan; a step names them by number.
+
+    Interface   tensors in and out (name, kind, dtype, shape), where each dim is read from, what is differentiable
+    Plan        one phase (forward, inference, backward) for one bucket of sizes: buffers, steps
+    Buffer      where its memory comes from (input, saved, cotangent, output, gradient, temp), dtype, shape
+    KernelStep  variants (first whose guard holds is launched), arguments, grid
+    ExternStep  a library call from a closed table (runtime/externs.py) on views of buffers
+    Kernel      entry point in a blob, its parameter table, threads and shared memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from esper_ir.diagnostics import EXIT_INTEGRITY, EsperError
+
+Size = int | str | tuple[Any, ...]
+SIZE_OPS = ("add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """`kind`: input, param, buffer, constant (interface inputs) or output."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class DimSource:
+    """A dim, its inclusive range, known divisor, tuned sizes, and the tensor axis it is read from."""
+
+    name: str
+    min: int
+    max: int
+    multiple_of: int
+    tune: tuple[int, ...]
+    tensor: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Interface:
+    """`inputs` are all leaves in blueprint order (inputs, params, buffers, constants); `differentiable` names a subset."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dims: tuple[DimSource, ...]
+    differentiable: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """`source`: "input" (`index` into interface.inputs), "saved" (`index` into the forward plan's `saved`), "cotangent"
+    (`index` into interface.outputs), "output" (a result, fresh memory), "gradient" (fresh memory), "temp" (workspace,
+    contents undefined on entry), "zeroed" (workspace that must be zero on entry). All are dense row-major of `shape`.
+    """
+
+    name: str
+    source: str
+    index: int
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """`kind`: "buffer" (value = buffer number), "size" (value = Size)."""
+
+    kind: str
+    value: Size
+
+
+@dataclass(frozen=True)
+class Guard:
+    """All must hold. `aligned`: buffers whose address is a multiple of 16 bytes; `divisible`: (size, divisor);
+    `at_most`: (size, bound).
+    """
+
+    aligned: tuple[int, ...] = ()
+    divisible: tuple[tuple[Size, int], ...] = ()
+    at_most: tuple[tuple[Size, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    guard: Guard
+    kernel: str
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """One launch. The last variant has an empty guard, unless no kernel serves the general case (then E0812)."""
+
+    group: str
+    variants: tuple[Variant, ...]
+    args: tuple[Argument, ...]
+    grid: tuple[Size, Size, Size]
+
+
+@dataclass(frozen=True)
+class View:
+    """A buffer seen with another shape: reshape to `shape`, then permute axes by `permute` (empty: as it is)."""
+
+    buffer: int
+    shape: tuple[Size, ...] = ()
+    permute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ExternStep:
+    """`op` from the closed table of runtime/externs.py; `attrs` are JSON scalars. Writes into `out`, nothing else."""
+
+    group: str
+    op: str
+    inputs: tuple[View, ...]
+    out: View
+    attrs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Inclusive range of one dim."""
+
+    dim: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`phase`: "forward" (saves), "inference", "backward". The first plan of a phase whose `bucket` holds and whose
+    `wanted` (backward: names of interface.differentiable) contains every gradient asked for is run.
+
+    `outputs`: buffer per interface output (forward, inference); `saved`: buffers handed to the backward (forward);
+    `gradients`: buffer per name in `wanted` (backward), two names may share one buffer.
+    """
+
+    phase: str
+    bucket: tuple[Bound, ...]
+    wanted: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    steps: tuple[KernelStep | ExternStep, ...]
+    outputs: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Param:
+    """`kind`: ptr, i32, i64. Offset and size in bytes in the kernel's parameter block."""
+
+    kind: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """CUDA: `entry` in the cubin `blob`, launched with 32*warps threads and `shared` bytes; `params` are the declared
+    parameters followed by `scratch` null pointers. CPU: `void entry(void *const *args, int64_t gx, int64_t gy,
+    int64_t gz)` in the shared object, `args[i]` pointing at parameter i as in cuLaunchKernel.
+    """
+
+    name: str
+    blob: str
+    entry: str
+    params: tuple[Param, ...]
+    warps: int = 0
+    shared: int = 0
+    scratch: int = 0
+    registers: int = 0
+    spills: int = 0
+
+
+@dataclass(frozen=True)
+class LaunchManifest:
+    interface: Interface
+    plans: tuple[Plan, ...]
+    kernels: tuple[Kernel, ...]
+
+
+def evaluate(size: Size, dims: Mapping[str, int]) -> int:
+    """Value of a size with every dim bound."""
+    if isinstance(size, int):
+        return size
+    if isinstance(size, str):
+        return dims[size]
+    op, a, b = size[0], evaluate(size[1], dims), evaluate(size[2], dims)
+    return _OPS[op](a, b)
+
+
+def _nonzero(b: int) -> int:
+    if b <= 0:
+        raise _bad("size", f"division by {b}")
+    return b
+
+
+_OPS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "floordiv": lambda a, b: a // _nonzero(b),
+    "ceildiv": lambda a, b: -(-a // _nonzero(b)),
+    "mod": lambda a, b: a % _nonzero(b),
+    "min": min,
+    "max": max,
+}
+
+
+def _bad(where: str, what: str) -> EsperError:
+    return EsperError(
+        "E0720", f"launch manifest: {what}", node=where, hint="the artifact is not usable; recompile it", exit_code=EXIT_INTEGRITY
+    )
+
+
+def check_size(size: Any, dims: frozenset[str], where: str, depth: int = 0) -> Size:
+    """A size from JSON, checked against the grammar and the declared dims."""
+    if isinstance(size, bool) or depth > 16:
+        raise _bad(where, f"not a size: {size!r}")
+    if isinstance(size, int):
+        return size
+    if isinstance(size, str) and size in dims:
+        return size
+    if isinstance(size, (list, tuple)) and len(size) == 3 and size[0] in SIZE_OPS:
+        return (size[0], check_size(size[1], dims, where, depth + 1), check_size(size[2], dims, where, depth + 1))
+    raise _bad(where, f"not a size: {size!r}")
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON data of any of these records."""
+    if is_dataclass(value) and not isinstance(value, type):
+        out = {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+        if isinstance(value, KernelStep):
+            return {"step": "kernel", **out}
+        return {"step": "extern", **out} if isinstance(value, ExternStep) else out
+    if isinstance(value, (tuple, list)):
+        return [to_json(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: to_json(v) for k, v in value.items()}
+    return value
+
+
+def from_json(data: Any) -> LaunchManifest:
+    """Decode strictly: unknown or missing keys, wrong types, unknown dims, buffers or kernels are refused (E0720)."""
+    if not isinstance(data, dict) or not isinstance(data.get("interface"), dict):
+        raise _bad("launch", "not an object with an interface")
+    raw = data["interface"].get("dims")
+    named = raw if isinstance(raw, list) else []
+    dims = frozenset(d["name"] for d in named if isinstance(d, dict) and isinstance(d.get("name"), str))
+    out = _decode(LaunchManifest, data, "launch", dims)
+    _check(out)
+    return out
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _decode(kind: Any, data: Any, where: str, dims: frozenset[str]) -> Any:
+    if kind == Size:
+        return check_size(data, dims, where)
+    origin = get_origin(kind)
+    if origin is tuple:
+        return _decode_tuple(get_args(kind), data, where, dims)
+    if origin in (Union, UnionType):
+        return _decode_step(data, where, dims)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _decode_record(kind, data, where, dims)
+    if origin is not None or kind is Mapping:
+        if not isinstance(data, dict) or not all(isinstance(v, (int, float, str, bool)) for v in data.values()):
+            raise _bad(where, "attributes must be JSON scalars")
+        return dict(data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise _bad(where, f"expected {kind.__name__}, found {data!r}")
+    return data
+
+
+def _decode_tuple(args: tuple[Any, ...], data: Any, where: str, dims: frozenset[str]) -> tuple[Any, ...]:
+    if not isinstance(data, (list, tuple)):
+        raise _bad(where, f"expected a list, found {data!r}")
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_decode(args[0], v, f"{where}[{i}]", dims) for i, v in enumerate(data))
+    if len(args) != len(data):
+        raise _bad(where, f"expected {len(args)} items, found {len(data)}")
+    return tuple(_decode(a, v, f"{where}[{i}]", dims) for i, (a, v) in enumerate(zip(args, data, strict=True)))
+
+
+def _decode_step(data: Any, where: str, dims: frozenset[str]) -> Any:
+    kinds = {"kernel": KernelStep, "extern": ExternStep}
+    if not isinstance(data, dict) or data.get("step") not in kinds:
+        raise _bad(where, "a step must be a kernel or an extern")
+    rest = {k: v for k, v in data.items() if k != "step"}
+    return _decode_record(kinds[data["step"]], rest, where, dims)
+
+
+def _decode_record(kind: type, data: Any, where: str, dims: frozenset[str]) -> Any:
+    if kind not in _HINTS:
+        _HINTS[kind] = get_type_hints(kind)
+    hints = _HINTS[kind]
+    if not isinstance(data, dict) or data.keys() != hints.keys():
+        wrong = sorted(set(data) ^ set(hints)) if isinstance(data, dict) else data
+        raise _bad(where, f"{kind.__name__} with wrong keys: {wrong}")
+    return kind(**{name: _decode(hint, data[name], f"{where}.{name}", dims) for name, hint in hints.items()})
+
+
+_SOURCES = ("input", "saved", "cotangent", "output", "gradient", "temp", "zeroed")
+
+
+def _check(m: LaunchManifest) -> None:
+    names = {k.name for k in m.kernels}
+    for at, plan in enumerate(m.plans):
+        where, count = f"launch.plans[{at}]", len(plan.buffers)
+        numbers = [*plan.outputs, *plan.saved, *plan.gradients]
+        if plan.phase not in ("forward", "inference", "backward"):
+            raise _bad(where, f"unknown phase {plan.phase!r}")
+        if any(b.source not in _SOURCES for b in plan.buffers):
+            raise _bad(where, "unknown buffer source")
+        for step in plan.steps:
+            numbers += _check_step(step, names, where)
+        if any(not 0 <= n < count for n in numbers):
+            raise _bad(where, "a buffer number out of range")
+
+
+def _check_step(step: KernelStep | ExternStep, kernels: set[str], where: str) -> list[int]:
+    if isinstance(step, ExternStep):
+        return [v.buffer for v in (*step.inputs, step.out)]
+    if not step.variants or any(v.kernel not in kernels for v in step.variants):
+        raise _bad(where, f"step {step.group}: unknown kernel")
+    if any(a.kind not in ("buffer", "size") for a in step.args):
+        raise _bad(where, f"step {step.group}: unknown argument kind")
+    used = [a.value for a in step.args if a.kind == "buffer"] + [i for v in step.variants for i in v.guard.aligned]
+    return [n if isinstance(n, int) else -1 for n in used]
