@@ -1,0 +1,203 @@
+"""The container: one artifact as one file of data, nothing in it executed or extracted.
+
+    b"ESPERART\\x01" | u64 little-endian manifest length | canonical-JSON manifest | zeros to 64 | blob | zeros | blob ...
+
+Blob offsets count from the first multiple of 64 after the manifest, so that they do not depend on its own length.
+One content has exactly one spelling: order and alignment of blobs are fixed, padding is zero, nothing trails.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from library.canon import canonical_json, parse_json, sha256_hex
+from library.errors import fail
+
+MAGIC = b"ESPERART\x01"
+ALIGN = 64
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_CONTAINER_BYTES = 1 << 30
+FORMAT = "esper-artifact/1"
+KINDS = ("cuda", "hip", "cpu")
+DETERMINISM = ("deterministic", "library-nondeterministic")
+_HEAD = len(MAGIC) + 8
+_HEX = re.compile(r"[0-9a-f]+\Z")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.]*(-[a-z0-9_.]+)*\Z")
+_BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
+_TOP: Mapping[str, type] = {
+    "format": str,
+    "artifact_id": str,
+    "blueprint": dict,
+    "target": dict,
+    "pipeline": str,
+    "objective": str,
+    "version": str,
+    "toolchain": dict,
+    "determinism": str,
+    "dims": dict,
+    "launch": dict,
+    "externs": list,
+    "blobs": list,
+}
+_BLOB_KEYS = {"name", "kind", "offset", "size", "sha256"}
+
+
+@dataclass(frozen=True)
+class Container:
+    """An unpacked artifact: `manifest` as parsed, `blobs` as views into the one buffer that was verified."""
+
+    manifest: dict[str, Any]
+    blobs: Mapping[str, memoryview]
+    data: bytes
+
+
+def artifact_id_of(manifest: Mapping[str, Any]) -> str:
+    """`<blueprint 12 hex>-<target>-<pipeline>-<version 8 hex>` from the manifest's own fields."""
+    blueprint, target = manifest["blueprint"]["id"], manifest["target"]["name"]
+    return f"{blueprint[:12]}-{target}-{manifest['pipeline']}-{manifest['version'][:8]}"
+
+
+def pack(manifest: Mapping[str, Any], blobs: Sequence[tuple[str, str, bytes]]) -> bytes:
+    """Container bytes of `manifest` and (name, kind, bytes) blobs; fills "blobs", and "artifact_id" when absent.
+
+    Pure: the same arguments give the same bytes. E0733 for a manifest that breaks the grammar.
+    """
+    filled = dict(manifest)
+    table, offset = [], 0
+    for name, kind, data in blobs:
+        table.append({"name": name, "kind": kind, "offset": offset, "size": len(data), "sha256": sha256_hex(data)})
+        offset = _align(offset + len(data))
+    filled["blobs"] = table
+    if "artifact_id" not in filled:
+        filled["artifact_id"] = _checked_id(filled)
+    check_manifest(filled)
+    text = canonical_json(filled)
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise fail("E0735", f"manifest of {len(text)} bytes exceeds {MAX_MANIFEST_BYTES}")
+    parts = [MAGIC, struct.pack("<Q", len(text)), text]
+    if blobs:
+        parts.append(b"\0" * (_align(_HEAD + len(text)) - _HEAD - len(text)))
+    for index, (_, _, data) in enumerate(blobs):
+        last = index + 1 == len(blobs)
+        parts += [data, b"" if last else b"\0" * (_align(len(data)) - len(data))]
+    return b"".join(parts)
+
+
+def unpack(data: bytes, *, verified: bool = False) -> Container:
+    """Strict reading. `verified` says that a trusted signature covers sha256(data) and that a strict reading stood
+    before it: grammar and blob digests are then not computed again, bounds still are. E0732, E0733, E0734, E0735.
+    """
+    if len(data) > MAX_CONTAINER_BYTES:
+        raise fail("E0735", f"container of {len(data)} bytes exceeds {MAX_CONTAINER_BYTES}")
+    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
+        raise fail("E0732", "not an Esper artifact: wrong magic or truncated header")
+    (length,) = struct.unpack_from("<Q", data, len(MAGIC))
+    if length > MAX_MANIFEST_BYTES or _HEAD + length > len(data):
+        raise fail("E0732", f"manifest length {length} runs past the end of the file or the limit")
+    text = data[_HEAD : _HEAD + length]
+    manifest = json.loads(text) if verified else parse_json(text)
+    if not verified:
+        check_manifest(manifest)
+        if canonical_json(manifest) != text:
+            raise fail("E0733", "manifest is not in canonical form")
+    return Container(manifest, MappingProxyType(_blobs(manifest["blobs"], data, _HEAD + length, verified)), data)
+
+
+def _blobs(table: list[dict[str, Any]], data: bytes, end: int, verified: bool) -> dict[str, memoryview]:
+    view, base = memoryview(data), _align(end)
+    found: dict[str, memoryview] = {}
+    for index, row in enumerate(table):
+        start = base + row["offset"]
+        if start != _align(end):
+            raise fail("E0732", f"blob {row['name']!r} does not follow the one before it")
+        if start + row["size"] > len(data):
+            raise fail("E0732", f"blob {row['name']!r} runs past the end of the file")
+        if data[end:start].strip(b"\0"):
+            raise fail("E0732", f"padding before blob {index} is not zero")
+        blob = view[start : start + row["size"]]
+        if not verified and sha256_hex(blob) != row["sha256"]:
+            raise fail("E0730", f"blob {row['name']!r} does not match its digest")
+        found[row["name"]] = blob
+        end = start + row["size"]
+    if end != len(data):
+        raise fail("E0732", f"{len(data) - end} bytes after the last blob")
+    return found
+
+
+def check_manifest(manifest: Any) -> None:
+    """Grammar of the manifest outside "launch" (which `library.launch` types); E0733 names the field."""
+    if not isinstance(manifest, dict):
+        raise fail("E0733", "manifest is not an object")
+    missing, extra = sorted(_TOP.keys() - manifest.keys()), sorted(manifest.keys() - _TOP.keys())
+    if missing or extra:
+        raise fail("E0733", f"manifest keys missing: {missing}, unknown: {extra}")
+    for key, kind in _TOP.items():
+        if type(manifest[key]) is not kind:
+            raise fail("E0733", f"manifest field {key!r} must be {kind.__name__}", node=key)
+    if manifest["format"] != FORMAT:
+        raise fail("E0706", f"container format {manifest['format']!r}, this version reads {FORMAT!r}")
+    _check_blueprint(manifest["blueprint"])
+    _check_target(manifest["target"])
+    for key in ("pipeline", "objective"):
+        _want(bool(_NAME.match(manifest[key])), key, "a lower-case name")
+    _want(_is_hex(manifest["version"], 64), "version", "64 hexadecimal digits")
+    _want(manifest["determinism"] in DETERMINISM, "determinism", f"one of {', '.join(DETERMINISM)}")
+    _check_table(manifest["blobs"])
+    expected = artifact_id_of(manifest)
+    _want(manifest["artifact_id"] == expected, "artifact_id", f"{expected!r}, which its fields spell")
+
+
+def _checked_id(manifest: dict[str, Any]) -> str:
+    try:
+        return artifact_id_of(manifest)
+    except (KeyError, TypeError) as error:
+        raise fail("E0733", f"manifest lacks what its id is made of: {error}") from error
+
+
+def _check_blueprint(value: dict[str, Any]) -> None:
+    _want(value.keys() == {"id", "name", "interface", "text"}, "blueprint", "exactly id, name, interface, text")
+    _want(_is_hex(value["id"], 64), "blueprint.id", "64 hexadecimal digits")
+    _want(isinstance(value["name"], str) and len(value["name"]) <= 256, "blueprint.name", "a text of at most 256")
+    _want(_is_hex(value["interface"], None), "blueprint.interface", "hexadecimal")
+    _want(isinstance(value["text"], dict), "blueprint.text", "an object")
+
+
+def _check_target(value: dict[str, Any]) -> None:
+    for key in ("name", "kind", "arch"):
+        _want(isinstance(value.get(key), str), f"target.{key}", "a text")
+    _want(bool(_NAME.match(value["name"])), "target.name", "a lower-case name")
+    _want(value["kind"] in KINDS, "target.kind", f"one of {', '.join(KINDS)}")
+    _want(0 < len(value["arch"]) <= 64, "target.arch", "a text of 1 to 64 characters")
+
+
+def _check_table(table: list[Any]) -> None:
+    names: set[str] = set()
+    for index, row in enumerate(table):
+        where = f"blobs[{index}]"
+        _want(isinstance(row, dict) and row.keys() == _BLOB_KEYS, where, f"exactly {sorted(_BLOB_KEYS)}")
+        _want(isinstance(row["name"], str) and bool(_BLOB.match(row["name"])), where, "named with [A-Za-z0-9._+-]")
+        _want(isinstance(row["kind"], str) and bool(_NAME.match(row["kind"])), where, "of a lower-case kind")
+        for key in ("offset", "size"):
+            _want(type(row[key]) is int and 0 <= row[key] <= MAX_CONTAINER_BYTES, where, f"with a sane {key}")
+        _want(_is_hex(row["sha256"], 64), where, "with a sha256 of 64 digits")
+        _want(row["name"] not in names, where, f"unique; {row['name']!r} appears twice")
+        names.add(row["name"])
+
+
+def _is_hex(value: Any, digits: int | None) -> bool:
+    return isinstance(value, str) and bool(_HEX.match(value)) and (digits is None or len(value) == digits)
+
+
+def _want(ok: bool, field: str, what: str) -> None:
+    if not ok:
+        raise fail("E0733", f"manifest field {field} must be {what}", node=field)
+
+
+def _align(offset: int) -> int:
+    return (offset + ALIGN - 1) // ALIGN * ALIGN
