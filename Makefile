@@ -37,7 +37,7 @@ lint: $(STAMP)  ## ruff, pyright, import order, size budgets
 	$(PY) -m pytest -q tests/test_lint.py tests/test_layers.py tests/test_budgets.py
 
 docs: $(STAMP)  ## rebuild what is generated: docs/errors.md, command references, the README's table
-	$(PY) docs/build.py
+	$(PY) -m docs.build
 
 library: $(STAMP)  ## compile the examples with the fast pipeline for this machine and prove them
 	$(VENV)/bin/esper-forge compile examples/*.json --pipeline fast --target auto

@@ -1,0 +1,195 @@
+"""Rebuilds what is generated in the documentation; `--check` only says what is stale.
+
+    python -m docs.build [--check]
+
+docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references from
+the click tools themselves, the README's blueprint from examples/ and its table from bench/results/.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+ENTRY = re.compile(r"^#{1,4} +`?(E\d{4})`?.*$", re.MULTILINE)
+RANGES = (
+    ("E01-E04", "The graph language"),
+    ("E05-E06", "The forge"),
+    ("E07", "The library"),
+    ("E08", "The runtime"),
+    ("E09", "The gauntlet"),
+)
+TOOLS = {"forge": "esper-forge", "gauntlet": "esper-gauntlet", "library": "esper-library"}
+WIDTH = 100
+ERRORS_HEAD = """# Errors
+
+Every refusal carries a code, the node, file or artifact it concerns and what to do about it. A command line
+tool prints it to standard error and exits with the number given in the entry; the exit codes of all tools are
+listed in [index.md](index.md#exit-codes). In Python it is `esper_ir.diagnostics.EsperError` with `.code`,
+`.node`, `.hint` and `.exit_code`.
+
+This page is generated from `docs/errors.d/` by `make docs`.
+"""
+
+
+def entries() -> dict[str, str]:
+    """Code -> its entry (heading and text), from every fragment; a code told twice is refused."""
+    found: dict[str, str] = {}
+    for path in sorted((DOCS / "errors.d").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        heads = list(ENTRY.finditer(text))
+        for head, following in zip(heads, [*heads[1:], None], strict=True):
+            code = head.group(1)
+            if code in found:
+                raise SystemExit(f"{path.name}: {code} has an entry already")
+            body = text[head.end() : following.start() if following else len(text)].strip()
+            title = head.group(0).lstrip("#").replace("`", "").strip()
+            found[code] = f"### {title}\n\n{body}\n"
+    return found
+
+
+def _in_range(code: str, span: str) -> bool:
+    first, _, last = span.partition("-")
+    return first <= code[:3] <= (last or first)
+
+
+def errors_page() -> str:
+    parts, known = [ERRORS_HEAD], entries()
+    for span, title in RANGES:
+        codes = sorted(code for code in known if _in_range(code, span))
+        if codes:
+            parts += [f"## {title}\n", *(known[code] for code in codes)]
+    return "\n".join(parts)
+
+
+def commands(tool: click.Command, name: str) -> Iterator[tuple[str, click.Context]]:
+    """Every command of a click tool with its full name, groups included."""
+    yield from _commands(click.Context(tool, info_name=name, terminal_width=WIDTH, max_content_width=WIDTH))
+
+
+def _commands(context: click.Context) -> Iterator[tuple[str, click.Context]]:
+    yield context.command_path, context
+    if not isinstance(context.command, click.Group):
+        return
+    for name in context.command.list_commands(context):
+        child = context.command.get_command(context, name)
+        if child is not None and not child.hidden:
+            yield from _commands(
+                click.Context(
+                    child, info_name=name, parent=context, terminal_width=WIDTH, max_content_width=WIDTH
+                )
+            )
+
+
+def load_tool(package: str) -> click.Command:
+    return importlib.import_module(f"{package}.cli").main
+
+
+def reference(package: str) -> str:
+    """The help of every command, as a manual section."""
+    parts = []
+    for path, context in commands(load_tool(package), TOOLS[package]):
+        help_text = "\n".join(line.rstrip() for line in context.get_help().splitlines())
+        parts.append(f"### `{path}`\n\n```text\n{help_text}\n```\n")
+    return "\n".join(parts)
+
+
+def operators() -> str:
+    """One line per operator of the graph language."""
+    ops: dict[str, Any] = dict(importlib.import_module("esper_ir.registry").OPS)
+    rows = [f"| `{name}` | {_attributes(op)} | {_kind(op)} |" for name, op in sorted(ops.items())]
+    return "\n".join(["| operator | attributes | lowering |", "|---|---|---|", *rows]) + "\n"
+
+
+def _attributes(op: Any) -> str:
+    return ", ".join(f"`{param.name}`" for param in op.params) or "-"
+
+
+def _kind(op: Any) -> str:
+    return type(op.lowering).__name__.lower()
+
+
+def example() -> str:
+    text = (ROOT / "examples" / "rmsnorm_residual.json").read_text(encoding="utf-8").rstrip()
+    return f"```json\n{text}\n```\n"
+
+
+def bench_table() -> str:
+    """Device and wall times of the newest results file per card, forward and backward together."""
+    newest: dict[str, dict[str, Any]] = {}
+    for path in sorted((ROOT / "bench" / "results").glob("blocks-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["date"] >= newest.get(result["card"], result)["date"]:
+            newest[result["card"]] = result
+    if not newest:
+        return "No measurement is committed yet.\n"
+    return "\n".join(_card_table(result) for _, result in sorted(newest.items()))
+
+
+def _card_table(result: dict[str, Any]) -> str:
+    when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
+    head = f"{result['card']}, torch {result['versions']['torch']}, {when}"
+    rows = [row for row in result["rows"] if row["phase"] == "fb" and row.get("mode", "plain") == "plain"]
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = [f"{head}; device / wall ms, forward and backward\n"]
+    lines += ["| block | floor | " + " | ".join(impls) + " |", "|---" * (len(impls) + 2) + "|"]
+    for key in dict.fromkeys((row["block"], row["size"], row["dtype"]) for row in rows):
+        cells = {row["impl"]: row for row in rows if (row["block"], row["size"], row["dtype"]) == key}
+        floor = next(iter(cells.values())).get("floor_ms")
+        shown = [f"{floor:.3f}" if floor else "-", *(_cell(cells.get(impl)) for impl in impls)]
+        lines.append(f"| {' '.join(key)} | " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None or not row.get("correct", True):
+        return "-" if row is None else "wrong"
+    return f"{row['dev_ms']:.3f} / {row['wall_ms']:.3f}"
+
+
+def between(text: str, mark: str, body: str) -> str:
+    """`text` with what stands between the marks `<!-- mark:begin -->` and `<!-- mark:end -->` replaced."""
+    begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+    if begin not in text:
+        return text
+    head, rest = text.split(begin, 1)
+    return f"{head}{begin}\n{body}{end}{rest.split(end, 1)[1]}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Every page that has generated parts, with the text it should have."""
+    yield DOCS / "errors.md", errors_page()
+    for package in TOOLS:
+        path = DOCS / f"{package}.md"
+        yield path, between(path.read_text(encoding="utf-8"), "commands", reference(package))
+    path = DOCS / "blueprint.md"
+    yield path, between(path.read_text(encoding="utf-8"), "operators", operators())
+    path = ROOT / "README.md"
+    text = between(path.read_text(encoding="utf-8"), "example", example())
+    yield path, between(text, "bench", bench_table())
+
+
+def main() -> int:
+    stale = []
+    for path, text in pages():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(path.relative_to(ROOT).as_posix())
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        print(("stale: " if "--check" in sys.argv else "written: ") + ", ".join(stale))
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
