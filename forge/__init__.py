@@ -1,0 +1,1 @@
+"""The compiler: BlueprintIR and a hardware target in, a packaged artifact out."""

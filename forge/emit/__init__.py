@@ -1,0 +1,1 @@
+"""Spelling of kernel plans: Triton text and C text."""

@@ -1,0 +1,301 @@
+"""KernelPlan: the frozen, printable value between matching and text. What a kernel computes, and how it is tiled.
+
+A kernel works on an iteration `space`, a tuple of sizes, outermost first; the last one is `cols`, the product of the
+others is `rows`. Every access gives a stride (in elements) per axis of the space, 0 where the operand is broadcast.
+A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per row), "c" (one per column), "".
+
+Program structure by schedule:
+
+    RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`, whole rows.
+                With `block_cols` >= cols the row stays in registers; otherwise the body runs in phases (see `phases`),
+                one sweep over the columns each. A "col" reduction adds the program's rows into one partial row,
+                stored (float32) at row p of a [programs, cols] workspace.
+    PointTile   program p owns `block` consecutive elements of the space (all axes, row-major). No reductions.
+    SumTile     `space` = (parts, cols): adds `parts` rows in ascending order per column (float32), in `block_cols`
+                columns a program; the body then runs on the "c" value named by the "col" reduction.
+    MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile: space = (m, n).
+
+Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it is computed,
+reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending program order, and
+nothing that changes the split depends on the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from esper_ir.scalar import Expr, render
+from esper_ir.types import Dim, DType
+
+
+@dataclass(frozen=True)
+class Access:
+    """A buffer read or written: `strides` per axis of the space, in elements; `partial` marks the [programs, cols]
+    workspace of a col reduction, addressed by program and column.
+    """
+
+    buffer: str
+    dtype: DType
+    strides: tuple[Dim, ...]
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Load:
+    name: str
+    access: int
+
+
+@dataclass(frozen=True)
+class Compute:
+    """`name` = expr over `args` (Arg(i) is args[i]), rounded to `dtype`."""
+
+    name: str
+    expr: Expr
+    args: tuple[str, ...]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """`axis` "row": over the columns, one value per row. "col": over the rows of the program, one value per column.
+    `combine`: sum, max, min. The result is in the compute dtype of the argument.
+    """
+
+    name: str
+    arg: str
+    combine: str
+    axis: str
+
+
+@dataclass(frozen=True)
+class Store:
+    access: int
+    value: str
+
+
+Stmt = Load | Compute | Reduce | Store
+
+
+@dataclass(frozen=True)
+class RowTile:
+    block_rows: int
+    rows_per_program: int
+    block_cols: int
+    warps: int
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class PointTile:
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class SumTile:
+    block_parts: int
+    block_cols: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group_m: int = 8
+    split_k: int = 1
+
+
+Tile = RowTile | PointTile | SumTile | MatmulTile
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are expressions of the
+    loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k / parts) rounded to
+    block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is left to a SumTile kernel.
+    """
+
+    a: Access
+    b: Access
+    k: Dim
+    precision: str = "ieee"
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """`sizes`: the symbols the kernel takes as integer parameters, in order. Parameters of the kernel are: one pointer
+    per distinct buffer in order of `buffers`, then `sizes` (32-bit, or 64-bit when `wide`).
+    """
+
+    name: str
+    space: tuple[Dim, ...]
+    accesses: tuple[Access, ...]
+    body: tuple[Stmt, ...]
+    tile: Tile
+    sizes: tuple[str, ...]
+    matmul: MatmulSpec | None = None
+    wide: bool = False
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Distinct buffer names, operands of the contraction first, in order of first access."""
+        extra = (self.matmul.a, self.matmul.b) if self.matmul else ()
+        return tuple(dict.fromkeys(a.buffer for a in (*extra, *self.accesses)))
+
+    @property
+    def buffer_dtypes(self) -> tuple[DType, ...]:
+        extra = (self.matmul.a, self.matmul.b) if self.matmul else ()
+        kinds = {a.buffer: a.dtype for a in (*extra, *self.accesses)}
+        return tuple(kinds[b] for b in self.buffers)
+
+    @property
+    def rows(self) -> Dim:
+        out = Dim.of(1)
+        for size in self.space[:-1]:
+            out = out * size
+        return out
+
+    @property
+    def cols(self) -> Dim:
+        return self.space[-1]
+
+    def axes(self) -> dict[str, str]:
+        """Axes each body value depends on: "rc", "r", "c" or ""."""
+        out: dict[str, str] = {"acc": "rc"} if self.matmul else {}
+        for stmt in self.body:
+            if isinstance(stmt, Load):
+                strides = self.accesses[stmt.access].strides
+                row = any(s != Dim() for s in strides[:-1])
+                out[stmt.name] = ("r" if row else "") + ("c" if strides[-1] != Dim() else "")
+            elif isinstance(stmt, Compute):
+                joined = set("".join(out[a] for a in stmt.args))
+                out[stmt.name] = ("r" if "r" in joined else "") + ("c" if "c" in joined else "")
+            elif isinstance(stmt, Reduce):
+                out[stmt.name] = "r" if stmt.axis == "row" else "c"
+        return out
+
+    def dtypes(self) -> dict[str, DType]:
+        """dtype of each body value."""
+        out: dict[str, DType] = {"acc": DType.float32} if self.matmul else {}
+        for stmt in self.body:
+            if isinstance(stmt, Load):
+                out[stmt.name] = self.accesses[stmt.access].dtype
+            elif isinstance(stmt, Compute):
+                out[stmt.name] = stmt.dtype
+            elif isinstance(stmt, Reduce):
+                out[stmt.name] = out[stmt.arg].compute
+        return out
+
+    def __str__(self) -> str:
+        space = ", ".join(str(s) for s in self.space)
+        lines = [f"kernel {self.name} over [{space}] sizes({', '.join(self.sizes)}) {self.tile}"]
+        if self.matmul:
+            m = self.matmul
+            lines.append(f"  acc = matmul({_access(m.a)}, {_access(m.b)}) over k={m.k} {m.precision}")
+        lines += [f"  {_stmt(s, self.accesses)}" for s in self.body]
+        return "\n".join(lines)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of everything but the name: equal digests mean equal kernels."""
+        text = str(self).replace(self.name, "_", 1) + repr(self.wide) + repr(self.accesses)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _access(a: Access) -> str:
+    strides = ", ".join(str(s) for s in a.strides)
+    return f"{a.buffer}:{a.dtype.value}[{strides}]" + ("@partial" if a.partial else "")
+
+
+def _stmt(s: Stmt, accesses: tuple[Access, ...]) -> str:
+    if isinstance(s, Load):
+        return f"{s.name} = load {_access(accesses[s.access])}"
+    if isinstance(s, Store):
+        return f"store {_access(accesses[s.access])} = {s.value}"
+    if isinstance(s, Reduce):
+        return f"{s.name} = {s.axis}_{s.combine}({s.arg})"
+    return f"{s.name}: {s.dtype.value} = {render(s.expr, lambda i: s.args[i])}"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One sweep over the columns of a row: `full` statements run per element, then the `reduces` are complete and the
+    `scalars` (per-row statements that became computable) run once. Full values are recomputed in every phase that
+    needs them; loads of full values repeat (the row is in cache).
+    """
+
+    full: tuple[Stmt, ...]
+    reduces: tuple[Reduce, ...]
+    scalars: tuple[Stmt, ...]
+
+
+def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
+    """Split a RowTile body for a sweep-by-sweep spelling: (statements before any sweep, sweeps in order).
+
+    Row reductions whose arguments depend on no other unfinished row reduction share a sweep. Stores of full values and
+    col reductions happen in the last sweep; stores of row values as soon as they are known.
+    """
+    axes = plan.axes()
+    level: dict[str, int] = {"acc": 0} if plan.matmul else {}
+    for stmt in plan.body:
+        if isinstance(stmt, Load):
+            level[stmt.name] = 0
+        elif isinstance(stmt, Compute):
+            level[stmt.name] = max((level[a] for a in stmt.args), default=0)
+        elif isinstance(stmt, Reduce):
+            level[stmt.name] = level[stmt.arg] + (1 if stmt.axis == "row" else 0)
+    row_level = {s.name: level[s.name] for s in plan.body if isinstance(s, Reduce) and s.axis == "row"}
+    last = max(row_level.values(), default=0)
+    tail = any(
+        (isinstance(s, Store) and "c" in axes[s.value]) or (isinstance(s, Reduce) and s.axis == "col") for s in plan.body
+    )
+    sweeps = [_phase(plan, axes, level, row_level, depth) for depth in range(last)]
+    if tail or not sweeps:
+        sweeps.append(_tail(plan, axes))
+    before = tuple(s for s in plan.body if _is_row_stmt(s, axes) and _stmt_level(s, level) == 0)
+    return before, tuple(sweeps)
+
+
+def _is_row_stmt(s: Stmt, axes: dict[str, str]) -> bool:
+    if isinstance(s, Reduce):
+        return False
+    return "c" not in axes[s.value if isinstance(s, Store) else s.name]
+
+
+def _stmt_level(s: Stmt, level: dict[str, int]) -> int:
+    return level[s.value if isinstance(s, Store) else s.name]
+
+
+def _needed(plan: KernelPlan, axes: dict[str, str], roots: set[str]) -> tuple[Stmt, ...]:
+    """Full-valued statements that the roots need, in body order."""
+    kept: list[Stmt] = []
+    wanted = set(roots)
+    for s in reversed(plan.body):
+        if isinstance(s, (Load, Compute)) and s.name in wanted and "c" in axes[s.name]:
+            kept.append(s)
+            wanted |= set(s.args) if isinstance(s, Compute) else set()
+    return tuple(reversed(kept))
+
+
+def _phase(
+    plan: KernelPlan, axes: dict[str, str], level: dict[str, int], row_level: dict[str, int], depth: int
+) -> Phase:
+    reduces = tuple(s for s in plan.body if isinstance(s, Reduce) and row_level.get(s.name) == depth + 1)
+    full = _needed(plan, axes, {r.arg for r in reduces})
+    scalars = tuple(s for s in plan.body if _is_row_stmt(s, axes) and _stmt_level(s, level) == depth + 1)
+    return Phase(full, reduces, scalars)
+
+
+def _tail(plan: KernelPlan, axes: dict[str, str]) -> Phase:
+    stores = [s for s in plan.body if isinstance(s, Store) and "c" in axes[s.value]]
+    cols = [s for s in plan.body if isinstance(s, Reduce) and s.axis == "col"]
+    finished = {c.name for c in cols}
+    direct = [s for s in stores if s.value not in finished]
+    full = _needed(plan, axes, {s.value for s in direct} | {c.arg for c in cols})
+    return Phase((*full, *direct), tuple(cols), ())

@@ -1,0 +1,1 @@
+"""Fusion templates, one file each: match, plan, tiles, estimate."""
