@@ -1,4 +1,4 @@
-"""Errors that carry a code, the node or file they concern and what to do; refusals of candidates as values."""
+"""Errors with a code, the node or file they concern and what to do; refusals of candidates as values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EXIT_INTERRUPTED = 130
 class EsperError(Exception):
     """A refusal with a name.
 
-    `code` is stable ("E0312") and documented in docs/errors.md; `node` is the graph node, file or artifact concerned;
-    `hint` says what to do; `exit_code` is what a command line tool exits with.
+    `code` is stable ("E0312") and documented in docs/errors.md; `node` is the graph node, file or artifact
+    concerned; `hint` says what to do; `exit_code` is what a command line tool exits with.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def _rebuild(kind: type[EsperError], state: dict[str, Any]) -> EsperError:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding of the verifier: `level` is "error" or "warning"; `context` is the printed graph line it marks."""
+    """One finding of the verifier: `level` is "error" or "warning"; `context` is the printed graph it marks."""
 
     code: str
     message: str

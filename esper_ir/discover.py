@@ -9,9 +9,9 @@ from typing import Any
 
 
 def collect(package: ModuleType, constant: str) -> dict[str, Any]:
-    """Records named by `constant` in every module of `package`, by their `name`; a name with two owners is refused.
+    """Records named by `constant` in every module of `package`, by their `name`.
 
-    `constant` is either one record or a tuple of records; modules without it contribute nothing.
+    A name with two owners is refused.     `constant` is either one record or a tuple of records; modules without it contribute nothing.
     """
     found: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -20,7 +20,8 @@ def collect(package: ModuleType, constant: str) -> dict[str, Any]:
         records = getattr(module, constant, ())
         for record in records if isinstance(records, tuple) else (records,):
             if record.name in found:
-                raise RuntimeError(f"{constant} {record.name!r} is defined in {owner[record.name]} and {module.__name__}")
+                first, second = owner[record.name], module.__name__
+                raise RuntimeError(f"{constant} {record.name!r} is defined in {first} and {second}")
             found[record.name] = record
             owner[record.name] = module.__name__
     return found

@@ -24,7 +24,11 @@ def value_name(node_id: str, output: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation. `attrs` is sorted by name, values hashable; `types` are the output types (empty until inferred)."""
+    """One operation. `attrs` is sorted by name, values hashable; `types` are the output types.
+
+    In a Blueprint attributes stand as in the text (numbers, strings, tuples) and `types` is empty; in a Graph they
+    are resolved (defaults filled, DType and Dim values, axes counted from the front).
+    """
 
     id: str
     op: str
@@ -49,8 +53,8 @@ class Node:
 class Leaf:
     """A named tensor from outside. `kind`: input, param, buffer, constant.
 
-    `compute` (params): the dtype in which the graph sees it when it differs from the stored one; the cast is part of
-    the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones", "uniform", ...
+    `compute` (params): the dtype in which the graph sees it when it differs from the stored one; the cast is part
+    of the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones", "uniform", ...
     `data` (constants): nested lists, or {"sha256": ..., "file": ...}.
     """
 
@@ -64,7 +68,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The text form as data. `nodes` in any order; order of leaves, outputs and `differentiable` is meaning."""
+    """The text form as data. `nodes` in any order; order of leaves, outputs, `differentiable` is meaning."""
 
     name: str
     leaves: tuple[Leaf, ...]
@@ -98,7 +102,7 @@ class Blueprint:
 
 
 def producer(ref: str, names: Any) -> str:
-    """The leaf or node that a reference means: "id.1" belongs to node "id" unless something is called "id.1"."""
+    """The leaf or node that a reference means: "id.1" is of node "id" unless something is called "id.1"."""
     if ref in names:
         return ref
     head, _, tail = ref.rpartition(".")

@@ -1,4 +1,4 @@
-"""What an operator is: one record that holds its shape rule, meaning, gradient, loop shape, samples and tolerance.
+"""What an operator is: one record with its shape rule, meaning, gradient, loop shape, samples and tolerance.
 
 Types only: operator families import this module, and nothing here imports them.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from esper_ir.scalar import Expr
-from esper_ir.types import DType, TensorType
+from esper_ir.types import DType, TensorType, promote
 
 REQUIRED = object()
 Attrs = Mapping[str, Any]
@@ -19,7 +19,11 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class Attr:
-    """A typed attribute. `kind`: int, float, bool, str, dtype, ints (tuple of int), shape (tuple of Dim)."""
+    """A typed attribute. `kind`: int, float, bool, str, dtype, ints (tuple of int), shape (tuple of Dim),
+    number (int, float or bool, kept as it is), scalar (a number or a Dim).
+
+    A default of None means that the attribute may be left out or null.
+    """
 
     name: str
     kind: str
@@ -43,7 +47,7 @@ Operand = Val | Number
 class Emit(Protocol):
     """Adds a node to the graph under construction; the shape rule is applied at once.
 
-    `emit("sum", x, dims=(1,), keepdim=True)`; an operator with several outputs returns them through `emit.many`.
+    `emit("sum", x, dims=(1,), keepdim=True)`; the outputs of an operator with several come by `emit.many`.
     """
 
     def __call__(self, op: str, *operands: Operand, **attrs: Any) -> Val: ...
@@ -55,14 +59,18 @@ InferRule = Callable[[Sequence[TensorType | Number], Attrs], tuple[TensorType, .
 """Types of the outputs; raises EsperError (E02xx) with both shapes and the rule when they do not fit."""
 
 VjpRule = Callable[
-    [Emit, Sequence[Operand], Sequence[Val], Sequence[Val | None], Attrs, Sequence[bool]], Sequence[Val | None]
+    [Emit, Sequence[Operand], Sequence[Val], Sequence[Val | None], Attrs, Sequence[bool]],
+    Sequence[Val | None],
 ]
 """(emit, inputs, outputs, cotangents of outputs, attrs, wanted per input) -> cotangent per input or None."""
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """Element by element with torch's broadcasting; `body(attrs)` is an expression over `Arg(i)`, one per operand."""
+    """Element by element with torch's broadcasting; `body(attrs)` is an expression over `Arg(i)`, one per operand.
+
+    It is computed in `compute_dtype(operands, outputs)`; an operand of dtype bool stays a truth value.
+    """
 
     body: Callable[[Attrs], Expr]
 
@@ -80,7 +88,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Movement:
-    """Data movement without arithmetic. `kind`: expand, reshape, permute; the attribute of the same meaning says how."""
+    """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`) or permute (`dims`)."""
 
     kind: str
 
@@ -123,7 +131,7 @@ class NotDifferentiable:
 
 @dataclass(frozen=True)
 class Sample:
-    """One test case: operand types (static shapes) or numbers, attributes; `low`/`high` bound the random values."""
+    """One test case: operand types (static shapes) or numbers, attributes, bounds of the random values."""
 
     operands: tuple[TensorType | Number, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
@@ -141,9 +149,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class OpDef:
-    """The whole of one operator. `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of
-    tensors: it is the torch call of that name, resolved when used, so that this package works without torch.
-    `arity` is (least, most) operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim.
+    """The whole of one operator.
+
+    `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of tensors: it is the torch
+    call of that name, resolved when used, so that this package works without torch. `arity` is (least, most)
+    operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim. `resolve` completes
+    attributes once operand types are known (axes counted from the front, -1 in shapes replaced).
     """
 
     name: str
@@ -157,6 +168,7 @@ class OpDef:
     tolerance: Tolerance = Tolerance()
     cost: Callable[[Sequence[TensorType | Number], Sequence[TensorType], Attrs], Any] | None = None
     commutative: bool = False
+    resolve: Callable[[Sequence[TensorType | Number], Attrs], dict[str, Any]] | None = None
     doc: str = ""
 
     def attr(self, name: str) -> Attr | None:
@@ -164,3 +176,17 @@ class OpDef:
 
 
 FLOATS = (DType.float64, DType.float32, DType.bfloat16, DType.float16)
+
+
+def compute_dtype(operands: Sequence[TensorType | Number], outputs: Sequence[TensorType]) -> DType:
+    """The type in which a pointwise body is computed: that of the result when it is floating, else (comparisons,
+    integers) the promoted type of the operands. A `cast` reads its operand in the operand's own type.
+    """
+    out = outputs[0].dtype
+    if out.is_floating:
+        return out.compute
+    found: DType | None = None
+    for operand in operands:
+        if isinstance(operand, TensorType):
+            found = operand.dtype if found is None else promote(found, operand.dtype)
+    return (found or out).compute

@@ -1,7 +1,7 @@
 """The closed scalar language: bodies of pointwise and reduction operators, over values of one element.
 
-An expression is computed in the compute type of its operands (float32 for bfloat16 and float16); rounding to a stored
-type happens only at `Cast` and where a graph value ends. Spelling for a target belongs to forge/emit.
+An expression is computed in the compute type of its operands (float32 for bfloat16 and float16); rounding to a
+stored type happens only at `Cast` and where a graph value ends. Spelling for a target belongs to forge/emit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from esper_ir.types import DType
 
 # name -> number of operands. Semantics are torch's (NaN propagates through maximum/minimum).
 PRIMITIVES: dict[str, int] = {
-    "neg": 1, "abs": 1, "sign": 1, "exp": 1, "exp2": 1, "expm1": 1, "log": 1, "log2": 1, "log1p": 1, "sqrt": 1,
-    "rsqrt": 1, "sin": 1, "cos": 1, "tanh": 1, "erf": 1, "sigmoid": 1, "floor": 1, "ceil": 1, "round": 1, "trunc": 1,
-    "isnan": 1, "not": 1,
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "fmod": 2, "maximum": 2, "minimum": 2,
+    "neg": 1, "abs": 1, "sign": 1, "exp": 1, "exp2": 1, "expm1": 1, "log": 1, "log2": 1, "log1p": 1,
+    "sqrt": 1, "rsqrt": 1, "sin": 1, "cos": 1, "tan": 1, "asin": 1, "acos": 1, "atan": 1,
+    "sinh": 1, "cosh": 1, "tanh": 1, "asinh": 1, "acosh": 1, "atanh": 1, "erf": 1, "erfc": 1, "sigmoid": 1,
+    "floor": 1, "ceil": 1, "round": 1, "trunc": 1, "isnan": 1, "not": 1,
+    "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "fmod": 2, "atan2": 2, "maximum": 2, "minimum": 2,
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2,
     "where": 3,
 }  # fmt: skip

@@ -46,7 +46,8 @@ class DType(enum.Enum):
             return DType(text)
         except ValueError:
             known = ", ".join(d.value for d in DType)
-            raise EsperError("E0103", f"unsupported dtype {text!r}", node=where, hint=f"one of: {known}") from None
+            hint = f"one of: {known}"
+            raise EsperError("E0103", f"unsupported dtype {text!r}", node=where, hint=hint) from None
 
 
 _ITEMSIZE = {
@@ -98,7 +99,7 @@ def _monomial_key(m: Monomial) -> tuple[int, list[tuple[int, str]]]:
 
 @dataclass(frozen=True)
 class Dim:
-    """A size: polynomial over named symbols and floordiv atoms with integer coefficients, kept in normal form.
+    """A size: polynomial over symbols and floordiv atoms with integer coefficients, in normal form.
 
     Two dims are equal exactly when their normal forms are; that is the only equality the language proves.
     """
@@ -161,7 +162,8 @@ class Dim:
 
     def __floordiv__(self, divisor: int) -> Dim:
         if divisor <= 0:
-            raise EsperError("E0104", f"floordiv by {divisor}", hint="the divisor must be a positive constant")
+            hint = "the divisor must be a positive constant"
+            raise EsperError("E0104", f"floordiv by {divisor}", hint=hint)
         whole = Dim(tuple((m, c // divisor) for m, c in self.terms if c % divisor == 0))
         rest = Dim(tuple((m, c) for m, c in self.terms if c % divisor))
         if rest.static is not None:
@@ -212,7 +214,7 @@ class Dim:
         return low, high
 
     def multiple(self, multiples: Mapping[str, int]) -> int:
-        """A known divisor of every value (0 only for the dim 0); `multiples` gives the declared ones of symbols."""
+        """A known divisor of every value (0 only for the dim 0); `multiples`: the declared ones of symbols."""
         parts = []
         for monomial, coefficient in self.terms:
             for atom in monomial:
@@ -266,7 +268,8 @@ class _Parser:
         self.at = 0
 
     def fail(self) -> EsperError:
-        return EsperError("E0104", f"cannot read the dimension {self.text!r}", hint="names, integers, + - *, floordiv(e, n)")
+        hint = "names, integers, + - *, floordiv(e, n)"
+        return EsperError("E0104", f"cannot read the dimension {self.text[:200]!r}", hint=hint)
 
     def parse(self) -> Dim:
         if len(self.text) > 4096:
