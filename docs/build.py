@@ -2,8 +2,8 @@
 
     python -m docs.build [--check]
 
-docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references from
-the click tools themselves, the README's blueprint from examples/ and its table from bench/results/.
+docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references
+from the click tools themselves, the README's blueprint from examples/ and its table from bench/results/.
 """
 
 from __future__ import annotations

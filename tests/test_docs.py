@@ -1,9 +1,9 @@
 """The documentation under test: commands, options and error codes are described, and what it shows is run.
 
-A fenced block with the info word `console` holds commands after `$ ` (continued by `> `); `python run` holds a
-script. All such blocks of one page run in order, in the repository, against one empty library. More info words:
-`ci` (the command stands in .ci/run and is run there), `exit=N` (the last command ends with N), `skip="reason"`
-(not run, and why).
+A fenced block with the info word `console` holds commands after `$ ` (continued by `> `); `python run` holds
+a script. All such blocks of one page run in order, in the repository, against one empty library. More info
+words: `ci` (the command stands in .ci/run and is run there), `exit=N` (the last command ends with N),
+`skip="reason"` (not run, and why).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tests.source import PACKAGES, ROOT, python_files, relative
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "adr").glob("*.md")])
 CODE = re.compile(r"""["'](E\d{4})["']""")
 FENCE = re.compile(r"^```(console|python run)\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PROMISE = re.compile(r"`(tests/promises/\w+\.py)")
+TEST_NAME = re.compile(r"[:`](test_\w+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
@@ -73,6 +75,18 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing, missing
+
+
+def test_every_promise_has_its_test() -> None:
+    """The ADR names tests as `path::name`, or one `path` followed by `test_names` in the same paragraph."""
+    text = (ROOT / "docs" / "adr" / "0001-what-we-promise.md").read_text(encoding="utf-8")
+    missing: list[str] = []
+    for paragraph in text.split("\n\n"):
+        for path in dict.fromkeys(PROMISE.findall(paragraph)):
+            source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+            names = TEST_NAME.findall(paragraph)
+            missing += [f"{path}::{name}" for name in names if f"def {name}(" not in source]
+    assert not missing, f"promised but not tested: {missing}"
 
 
 @dataclass(frozen=True)
