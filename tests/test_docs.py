@@ -8,6 +8,7 @@ words: `ci` (the command stands in .ci/run and is run there), `exit=N` (the last
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -20,10 +21,10 @@ import click
 import pytest
 
 from docs.build import TOOLS, commands, entries, load_tool
-from tests.source import PACKAGES, ROOT, python_files, relative
+from tests.source import PACKAGES, ROOT, parse, python_files, relative
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "adr").glob("*.md")])
-CODE = re.compile(r"""["'](E\d{4})["']""")
+CODE = re.compile(r"E\d{4}")
 FENCE = re.compile(r"^```(console|python run)\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROMISE = re.compile(r"`(tests/promises/\w+\.py)")
 TEST_NAME = re.compile(r"[:`](test_\w+)`")
@@ -55,7 +56,10 @@ def raised() -> dict[str, str]:
     """Error code -> the first source file that names it."""
     found: dict[str, str] = {}
     for path in python_files(*PACKAGES):
-        for code in CODE.findall(path.read_text(encoding="utf-8")):
+        texts = [
+            n.value for n in ast.walk(parse(path)) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        for code in filter(CODE.fullmatch, texts):
             found.setdefault(code, relative(path))
     return found
 

@@ -1,0 +1,265 @@
+"""The demo: compile the examples, prove them, load them by id, train on real digits beside plain torch.
+
+python -m bench.demo [--json] [--library DIR] [--target auto]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import runtime
+from bench import digits
+from esper_ir.diagnostics import EsperError
+from forge.service import compile_file
+from gauntlet.runner import prove
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BLOCK = "digits_block"
+SEEDS = (0, 1, 2, 3, 4)
+ROWS = 64  # rows of the inputs with which calls are timed
+MAX_GAP, MIN_ACCURACY = 0.5, 95.0  # points and percent
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One compiled example. `load_us`: id to module, the first time; `call_us`: no-grad, 64 rows."""
+
+    blueprint: str
+    artifact_id: str
+    compile_s: float
+    prove_s: float
+    load_us: float
+    call_us: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One implementation of the block inside the classifier; no accuracy where only steps were timed."""
+
+    impl: str
+    step_ms: float
+    call_us: float
+    accuracy: float | None = None
+    accuracies: tuple[float, ...] = ()
+
+
+@dataclass
+class Result:
+    device: str
+    artifacts: list[Artifact] = field(default_factory=list)
+    trained: list[Trained] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def failures(self) -> list[str]:
+        """What of the demo's claims does not hold; empty when all hold."""
+        native, plain = (next(t for t in self.trained if t.impl == name) for name in ("esper", "eager"))
+        assert native.accuracy is not None and plain.accuracy is not None
+        gap = abs(native.accuracy - plain.accuracy)
+        found = [f"accuracies differ by {gap:.2f} points (at most {MAX_GAP})"] if gap > MAX_GAP else []
+        for one in (native, plain):
+            if one.accuracy is not None and one.accuracy < MIN_ACCURACY:
+                found.append(f"{one.impl}: {one.accuracy:.2f} % is under {MIN_ACCURACY} %")
+        if self.counters["eager_fallbacks"]:
+            found.append(f"{self.counters['eager_fallbacks']} eager fallbacks")
+        if not self.counters["launches"]:
+            found.append("no native launch was counted")
+        return found
+
+
+def call_us(block: torch.nn.Module, inputs: list[torch.Tensor]) -> float:
+    """Median microseconds of a no-grad call, launch to completion, over at least 0.2 s."""
+    device, times = inputs[0].device, []
+    with torch.no_grad():
+        until = time.perf_counter() + 0.2
+        while time.perf_counter() < until or len(times) < 20:
+            digits.synchronize(device)
+            begin = time.perf_counter()
+            block(*inputs)
+            digits.synchronize(device)
+            times.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(times)
+
+
+def example_inputs(path: Path, device: torch.device) -> list[torch.Tensor]:
+    """Normal inputs as the blueprint declares them, every symbolic size at `ROWS`."""
+    blueprint = json.loads(path.read_text(encoding="utf-8"))
+    shapes = [
+        ([size if isinstance(size, int) else ROWS for size in spec["shape"]], getattr(torch, spec["dtype"]))
+        for spec in blueprint["inputs"].values()
+    ]
+    return [torch.randn(shape).to(device=device, dtype=dtype) for shape, dtype in shapes]
+
+
+def build(path: Path, target: str, library: Path, device: torch.device) -> Artifact:
+    """Compile with the fast pipeline, prove, load by id and time one example."""
+    (compiled,) = compile_file(path, pipelines=("fast",), targets=(target,), library=library)
+    begin = time.perf_counter()
+    verdict = prove(compiled.artifact_id, library=library)
+    prove_s = time.perf_counter() - begin
+    if not verdict.passed:
+        raise click.ClickException(f"{path.name}: {compiled.artifact_id} was rejected: {verdict}")
+    begin = time.perf_counter()
+    block = runtime.load(compiled.artifact_id, library=library)
+    load_us = 1e6 * (time.perf_counter() - begin)
+    timed = call_us(block, example_inputs(path, device))
+    return Artifact(path.stem, compiled.artifact_id, compiled.seconds, prove_s, load_us, timed)
+
+
+def train_pairs(result: Result, artifact_id: str, library: Path, data: digits.Digits, bar: Bar) -> None:
+    """The same seeds, weights and batches for the compiled block and for plain torch."""
+    device = data.x_train.device
+    runs: dict[str, list[digits.Run]] = {"esper": [], "eager": []}
+    calls: dict[str, float] = {}
+    for seed in SEEDS:
+        blocks = {
+            "esper": runtime.load(artifact_id, library=library),
+            "eager": digits.PlainBlock().to(device),
+        }
+        for impl, block in blocks.items():
+            model = digits.Classifier(block).to(device)
+            runs[impl].append(digits.train(model, data, seed, bar.step))
+            calls[impl] = call_us(block, [data.x_test[:ROWS]])
+        for name in ("launches", "eager_fallbacks", "copies"):
+            result.counters[name] = result.counters.get(name, 0) + blocks["esper"].report()["counters"][name]
+    for impl, done in runs.items():
+        accuracies = tuple(run.accuracy for run in done)
+        step_ms = statistics.median(run.step_ms for run in done)
+        result.trained.append(Trained(impl, step_ms, calls[impl], statistics.fmean(accuracies), accuracies))
+
+
+def train_compiled(result: Result, data: digits.Digits, bar: Bar) -> None:
+    """torch.compile of the plain block, one seed, for its step time; left out by name where it fails."""
+    device = data.x_train.device
+    block: Any = torch.compile(digits.PlainBlock())
+    try:
+        # Warmed before timing with the shape that is trained and the two that are evaluated.
+        model = digits.Classifier(block).to(device)
+        model(data.x_train[: digits.BATCH]).sum().backward()
+        run = digits.train(model, data, SEEDS[0], bar.step)
+        result.trained.append(Trained("torch.compile", run.step_ms, call_us(block, [data.x_test[:ROWS]])))
+    except (
+        Exception
+    ) as error:  # whatever stops the compiler here (no C++ compiler, no Triton) is only reported
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        result.notes.append(f"torch.compile does not work here: {reason}")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One progress bar on a terminal, one line for each step of the way elsewhere."""
+
+    progress: Progress
+    task: Any
+
+    def step(self) -> None:
+        self.progress.advance(self.task)
+
+    def say(self, text: str) -> None:
+        self.progress.update(self.task, description=text)
+        if self.progress.disable:
+            self.progress.console.print(text)
+
+
+@contextmanager
+def progress_bar(console: Console, total: int) -> Iterator[Bar]:
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield Bar(progress, progress.add_task("starting", total=total))
+
+
+def run(target: str, library: Path, console: Console) -> Result:
+    device = torch.device("cuda" if torch.cuda.is_available() and not target.startswith("cpu") else "cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    result, begin = Result(name), time.perf_counter()
+    data = digits.load(device)
+    paths = sorted(EXAMPLES.glob("*.json"))
+    trainings = 2 * len(SEEDS) + 1
+    with progress_bar(console, len(paths) + trainings * digits.EPOCHS) as bar:
+        for path in paths:
+            bar.say(f"compile and prove {path.stem}")
+            result.artifacts.append(build(path, target, library, device))
+            bar.step()
+        block = next(one for one in result.artifacts if one.blueprint == BLOCK)
+        bar.say("train on digits")
+        train_pairs(result, block.artifact_id, library, data, bar)
+        bar.say("train with torch.compile")
+        train_compiled(result, data, bar)
+        bar.say("done")
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+def show(result: Result, console: Console) -> None:
+    table = Table(title=f"Artifacts, device {result.device}")
+    for title in ("blueprint", "compile s", "prove s", "load us", f"call us, {ROWS} rows", "artifact id"):
+        table.add_column(
+            title, justify="left" if title in ("blueprint", "artifact id") else "right", no_wrap=True
+        )
+    for a in result.artifacts:
+        figures = f"{a.compile_s:.2f}", f"{a.prove_s:.2f}", f"{a.load_us:.0f}", f"{a.call_us:.1f}"
+        table.add_row(a.blueprint, *figures, a.artifact_id)
+    console.print(table)
+    table = Table(title=f"Digits classifier around {BLOCK}, {len(SEEDS)} paired seeds")
+    for title in ("block", "accuracy %", "step ms", f"call us, {ROWS} rows"):
+        table.add_column(title, justify="left" if title == "block" else "right")
+    for t in result.trained:
+        table.add_row(
+            t.impl, "-" if t.accuracy is None else f"{t.accuracy:.2f}", f"{t.step_ms:.3f}", f"{t.call_us:.1f}"
+        )
+    console.print(table)
+    counted = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in result.counters.items())
+    console.print(f"{counted}; {result.seconds:.0f} s in all")
+    for note in result.notes:
+        console.print(note)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One document on standard output.")
+@click.option(
+    "--library", type=click.Path(path_type=Path), help="Keep the artifacts here; default: a temporary one."
+)
+@click.option("--target", default="auto", show_default=True, help="`auto` is the card present, else `cpu`.")
+def main(as_json: bool, library: Path | None, target: str) -> None:
+    """Compile the examples, prove them, load them by id and train on real digits beside plain torch."""
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 130)
+    with tempfile.TemporaryDirectory(prefix="esper-demo-") as temporary:
+        try:
+            result = run(target, library or Path(temporary) / "library", console)
+        except ModuleNotFoundError as error:
+            if (error.name or "").split(".")[0] != "sklearn":
+                raise
+            raise click.ClickException(
+                "the digits come with scikit-learn: pip install scikit-learn"
+            ) from None
+        except EsperError as error:
+            click.echo(str(error), err=True)
+            sys.exit(error.exit_code)
+    failures = result.failures()
+    if as_json:
+        click.echo(json.dumps({"schema": "esper-demo/1", **asdict(result), "failures": failures}, indent=1))
+    else:
+        show(result, console)
+    for failure in failures:
+        click.echo(f"FAILED: {failure}", err=True)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
