@@ -1,0 +1,1 @@
+"""Proves artifacts: every stage an artifact must survive, and the signed verdict about it."""

@@ -1,0 +1,173 @@
+"""What a stage is: a name, its place in the order, the cases it draws and the check of one case.
+
+A stage is one file in `stages/` with a constant STAGE. The worker runs `run`; `gauntlet replay` runs `check` on one
+stored case. A failing candidate is a value here (`Failed`); an exception means that the judge itself broke.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from gauntlet.subject import Subject
+
+LAUNCH_SECONDS = 4.0
+"""Least time limit of one launch; large cases get a multiple of what the reference took."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that makes one case again.
+
+    `draw`: which values (a name of `esper_ir.oracle`'s battery, or of `gauntlet.draws`); `layout`: how they lie in
+    memory; `cotangent`: which values flow back (empty: forward only); `wanted`: gradients asked for;
+    `threads`: of the CPU, 0 as they are; `repeat`: calls in a row.
+    """
+
+    stage: str
+    dims: Mapping[str, int]
+    draw: str = "normal"
+    layout: str = "dense"
+    cotangent: str = ""
+    wanted: tuple[str, ...] = ()
+    seed: int = 0
+    threads: int = 0
+    repeat: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(data: Mapping[str, Any]) -> Recipe:
+        return Recipe(**{**data, "dims": dict(data["dims"]), "wanted": tuple(data["wanted"])})
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{k}={v}" for k, v in self.dims.items())
+        parts = [sizes, self.draw, "" if self.layout == "dense" else self.layout]
+        parts += [f"cotangent {self.cotangent}" if self.cotangent else "", f"d({','.join(self.wanted)})" if self.wanted else ""]
+        parts += [f"{self.threads} threads" if self.threads else "", f"{self.repeat} calls" if self.repeat > 1 else ""]
+        return ", ".join(p for p in parts if p)
+
+
+@dataclass(frozen=True)
+class Passed:
+    """`metrics`: plain numbers for the report, units in their names."""
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """`reason`: one sentence with numbers. `case`: the smallest recipe found that fails (None: no input is needed)."""
+
+    reason: str
+    case: Recipe | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Nothing to check here; `reason` stands in the verdict."""
+
+    reason: str
+
+
+Outcome = Passed | Failed | Skipped
+Emit = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass
+class Context:
+    """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases."""
+
+    subject: Subject
+    emit: Emit
+    quick: bool = False
+    seed: int = 0
+
+    @contextlib.contextmanager
+    def launching(self, seconds: float = LAUNCH_SECONDS) -> Iterator[None]:
+        """Candidate code runs inside; `seconds` is how long it may take."""
+        self.emit({"event": "launch", "limit": max(seconds, LAUNCH_SECONDS)})
+        try:
+            yield
+        finally:
+            self.emit({"event": "landed"})
+
+    def at(self, recipe: Recipe) -> None:
+        """The supervisor saves this case if the worker does not live to tell."""
+        self.emit({"event": "case", "recipe": recipe.to_json()})
+
+
+class Stage(Protocol):
+    """`order` sorts the stages; `quick` says whether it also runs when asked to be short."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def order(self) -> int: ...
+    @property
+    def quick(self) -> bool: ...
+
+    def run(self, context: Context) -> Outcome:
+        """All cases of this stage, up to the first that fails."""
+        ...
+
+    def check(self, context: Context, recipe: Recipe) -> Outcome:
+        """One case alone, as `replay` does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A stage that is a list of cases and one check; it passes when every case does."""
+
+    name: str
+    order: int
+    recipes: Callable[[Context], Iterable[Recipe]]
+    check: Callable[[Context, Recipe], Outcome]
+    quick: bool = True
+    shrink: bool = True
+
+    def run(self, context: Context) -> Outcome:
+        count, worst, began = 0, {}, time.monotonic()
+        for recipe in self.recipes(context):
+            outcome = self.checked(context, recipe)
+            if isinstance(outcome, Failed):
+                return self._smaller(context, recipe, outcome)
+            count += isinstance(outcome, Passed)
+            worst = _worst(worst, outcome.metrics if isinstance(outcome, Passed) else {})
+        if not count:
+            return Skipped("no case applies")
+        return Passed({"cases": count, "seconds": round(time.monotonic() - began, 3), **worst})
+
+    def checked(self, context: Context, recipe: Recipe) -> Outcome:
+        context.at(recipe)
+        outcome = self.check(context, recipe)
+        if isinstance(outcome, Failed) and outcome.case is None:
+            return replace(outcome, case=recipe)
+        return outcome
+
+    def _smaller(self, context: Context, recipe: Recipe, found: Failed) -> Failed:
+        """The same failure at the smallest sizes that still show it: one pass over the dims, a few tries each."""
+        if not self.shrink:
+            return found
+        for name in recipe.dims:
+            for size in context.subject.sizes_below(name, recipe.dims[name]):
+                trial = replace(recipe, dims={**recipe.dims, name: size})
+                outcome = self.checked(context, trial)
+                if isinstance(outcome, Failed):
+                    recipe, found = trial, outcome
+                    break
+        return found
+
+
+def _worst(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Largest of every number over the cases."""
+    out = dict(a)
+    for key, value in b.items():
+        out[key] = max(out[key], value) if key in out else value
+    return out
