@@ -78,9 +78,13 @@ class Ending:
 
 
 class ForkServer:
-    """The waiting process; a context manager. It is started by the first `run` and again after it died."""
+    """The waiting process; a context manager. It is started by the first `run` and again after it died.
 
-    def __init__(self) -> None:
+    `packages`: whose functions it may run.
+    """
+
+    def __init__(self, packages: tuple[str, ...] = ("gauntlet",)) -> None:
+        self._packages = packages
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
 
@@ -100,7 +104,7 @@ class ForkServer:
             return
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "gauntlet.server", str(theirs.fileno())]
+        command = [sys.executable, "-m", "gauntlet.server", str(theirs.fileno()), ",".join(self._packages)]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL)
         theirs.close()
         self._channel = ours

@@ -1,6 +1,8 @@
 """The fork server: a process that has imported torch and waits, so that a worker costs a fork and not an import.
 
-    python -m gauntlet.server FD        FD: a UNIX sequenced-packet socket to the supervisor
+    python -m gauntlet.server FD PACKAGES
+
+FD is a UNIX sequenced-packet socket to the supervisor; only functions of PACKAGES (comma-separated) are run.
 
 A request is one packet: JSON {"target", "limits"} with five descriptors (arguments, result pipe, output file,
 spill file, status pipe). For each the server forks a nanny, the nanny forks the worker, waits for it, and writes its exit status to the
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-PRELOAD = ("torch", "esper_ir.reference", "esper_ir.oracle", "gauntlet.judge")
+PRELOAD = ("torch",)
 PACKET = 1 << 16
 DESCRIPTORS = 5
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +36,12 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def serve(channel: socket.socket) -> None:
+def threads_of(pid: int) -> int:
+    """Number of threads of a process; a process with more than one may not fork workers."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def serve(channel: socket.socket, packages: tuple[str, ...]) -> None:
     """Serve until the supervisor closes its end."""
     for name in PRELOAD:
         importlib.import_module(name)
@@ -46,7 +53,9 @@ def serve(channel: socket.socket) -> None:
         packet, descriptors, _, _ = socket.recv_fds(channel, PACKET, DESCRIPTORS)
         if not packet:
             return
-        _start(json.loads(packet), descriptors, channel)
+        request = json.loads(packet)
+        if request["target"].split(".")[0] in packages:
+            _start(request, descriptors, channel)
         for fd in descriptors:
             os.close(fd)
 
@@ -126,12 +135,10 @@ def _limit(limits: Mapping[str, int]) -> None:
 
 
 def _target(name: str) -> Callable[[int, int, int], None]:
-    """`module:function` of this package."""
+    """`module:function`."""
     module, _, function = name.partition(":")
-    if not module.startswith("gauntlet."):
-        raise ValueError(f"not a worker of the gauntlet: {name!r}")
     return getattr(importlib.import_module(module), function)
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), tuple(sys.argv[2].split(",")))

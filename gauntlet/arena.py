@@ -1,0 +1,123 @@
+"""Memory with a fence around it: what a kernel writes beyond its buffers, or reads there, becomes visible.
+
+    zones   bytes on both sides are filled at random and compared after the launch; any device
+    pages   (CPU) the pages on both sides may not be touched at all, so that a stray access, even a read, is a signal;
+            `end` puts the buffer against the upper page, `start` against the lower one
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+ZONE = 4096
+MAX_ZONE = 1 << 20
+_PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def random_bytes(count: int, seed: int, device: torch.device) -> Tensor:
+    """`count` random bytes; the same seed gives the same."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    words = torch.empty((count + 7) // 8, dtype=torch.int64, device=device)
+    words.random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count]
+
+
+def poison(tensor: Tensor, seed: int) -> None:
+    """Fill a dense tensor with random bytes, whatever they mean in its dtype."""
+    flat = _bytes(tensor)
+    flat.copy_(random_bytes(flat.numel(), seed, tensor.device))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in order of its elements."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+@dataclass
+class _Fence:
+    name: str
+    whole: Tensor
+    zone: int
+    size: int
+    lead: int
+    before: Tensor
+    after: Tensor
+
+    def breach(self) -> str:
+        low, high = self.whole[: self.lead], self.whole[self.lead + self.size :]
+        found = []
+        for side, now, then in (("before", low, self.before), ("after", high, self.after)):
+            wrong = torch.nonzero(now != then).flatten()
+            if wrong.numel():
+                at = int(wrong[-1]) - self.lead if side == "before" else int(wrong[0])
+                found.append(f"{wrong.numel()} bytes {side} {self.name!r} changed, the nearest at {at:+d}")
+        return "; ".join(found)
+
+
+class Zones:
+    """Allocates fenced tensors of one run and says which fence was broken."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seed
+        self._fences: list[_Fence] = []
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, shift: int = 0) -> Tensor:
+        """Poisoned tensor of `shape`; `shift` elements away from a 256-byte boundary."""
+        size = prod(shape) * dtype.itemsize
+        zone = min(max(ZONE, size), MAX_ZONE) // 256 * 256
+        lead = zone + shift * dtype.itemsize
+        self.seed += 1
+        whole = random_bytes(lead + size + zone, self.seed, self.device).clone()
+        before, after = whole[:lead].clone(), whole[lead + size :].clone()
+        self._fences.append(_Fence(name, whole, zone, size, lead, before, after))
+        return whole[lead : lead + size].view(dtype).reshape(shape)
+
+    def breaches(self) -> str:
+        """What was written outside, as a phrase; empty when nothing was."""
+        return "; ".join(found for fence in self._fences if (found := fence.breach()))
+
+
+class Pages:
+    """Allocates tensors between untouchable pages (CPU). They live as long as this object."""
+
+    def __init__(self, seed: int, side: str = "end") -> None:
+        self.side, self.seed = side, seed
+        self._maps: list[mmap.mmap] = []
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, shift: int = 0) -> Tensor:
+        """Poisoned tensor of `shape` against the guard page of the chosen side."""
+        size = prod(shape) * dtype.itemsize
+        inner = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        whole = mmap.mmap(-1, inner + 2 * _PAGE)
+        self._maps.append(whole)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        for page in (start, start + _PAGE + inner):
+            if _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(_PAGE), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        if not size:
+            return torch.empty(shape, dtype=dtype)
+        at = start + _PAGE + (inner - size if self.side == "end" else 0)
+        view = (ctypes.c_char * size).from_address(at)
+        tensor = torch.frombuffer(view, dtype=dtype, count=size // dtype.itemsize).reshape(shape)
+        self.seed += 1
+        poison(tensor, self.seed)
+        return tensor
+
+    def breaches(self) -> str:
+        """A breach is a signal here."""
+        return ""

@@ -1,0 +1,138 @@
+"""Workers: fresh, limited, and their end is put down to the right cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gauntlet import isolate
+from gauntlet.isolate import ForkServer, Limits
+
+STANDINS = "tests.gauntlet.standins:"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer(packages=("gauntlet", "tests")) as found:
+        found.start()
+        yield found
+
+
+def run(server: ForkServer, name: str, **limits: float) -> isolate.Ending:
+    return server.run(STANDINS + name, b"hello", Limits(**{"seconds": 30, **limits}))  # type: ignore[arg-type]
+
+
+def test_a_good_worker_finishes(server: ForkServer) -> None:
+    ending = run(server, "good")
+    assert ending.kind == isolate.FINISHED, ending
+    assert ending.last("text") == {"event": "text", "text": "hello", "threads": 1}
+    assert ending.spill == b"spilled" and ending.seconds < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("endless", isolate.ENDLESS),
+        ("asleep", isolate.ENDLESS),
+        ("illegal", isolate.ILLEGAL),
+        ("abort", isolate.CRASH),
+        ("leaves", isolate.CRASH),
+        ("early", isolate.MACHINE),
+        ("floods_messages", isolate.MEMORY),
+        ("talks_nonsense", isolate.FINISHED),
+    ],
+)
+def test_the_end_is_named(server: ForkServer, name: str, kind: str) -> None:
+    ending = run(server, name)
+    assert ending.kind == kind, ending
+    assert ending.detail or kind == isolate.FINISHED
+
+
+def test_memory_is_limited(server: ForkServer) -> None:
+    ending = run(server, "hungry", memory_bytes=128 << 20)
+    assert ending.kind == isolate.MEMORY, ending
+    assert ending.peak_bytes < 1 << 30
+
+
+def test_output_is_limited(server: ForkServer) -> None:
+    ending = run(server, "floods_output", output_bytes=4 << 20)
+    assert ending.kind == isolate.FINISHED and ending.last("refused") and len(ending.output) <= 8192
+
+
+def test_children_go_with_their_worker(server: ForkServer) -> None:
+    ending = run(server, "leaves_children")
+    event = ending.last("child")
+    assert ending.kind == isolate.FINISHED and event
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline and _alive(event["session"]):
+        time.sleep(0.02)
+    assert not _alive(event["session"])
+
+
+def _alive(session: int) -> bool:
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+                values = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(values[3]) == session and values[0] not in "ZX":
+            return True
+    return False
+
+
+def test_a_worker_sees_no_keys(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPER_LIBRARY", "/somewhere")
+    monkeypatch.setenv("ESPER_PASSPHRASE", "secret")
+    with ForkServer(packages=("tests",)) as fresh:
+        seen = run(fresh, "sees").last("seen")
+    assert seen
+    assert not [name for name in seen["environment"] if "ESPER" in name]
+    assert all(name.startswith(("/memfd:", "pipe:", "/proc", "/dev")) for name in seen["files"]), seen["files"]
+
+
+def test_the_server_is_started_again_after_it_died() -> None:
+    with ForkServer(packages=("tests",)) as server:
+        server.start()
+        first = server.pid
+        assert first
+        os.kill(first, signal.SIGKILL)
+        began = time.monotonic()
+        deadline = began + 5
+        while server.run(STANDINS + "good", b"", Limits()).kind != isolate.FINISHED and time.monotonic() < deadline:
+            pass
+        assert server.pid != first and time.monotonic() - began < 10
+
+
+def test_other_packages_are_not_run() -> None:
+    with ForkServer(packages=("gauntlet",)) as server:
+        ending = server.run("os:abort", b"", Limits(seconds=5))
+    assert ending.kind == isolate.MACHINE
+
+
+def test_workers_die_with_their_supervisor() -> None:
+    script = (
+        "from gauntlet.isolate import ForkServer, Limits\n"
+        "s = ForkServer(packages=('tests',)); s.start(); print(s.pid, flush=True)\n"
+        f"s.run({STANDINS!r} + 'asleep', b'', Limits(), print)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    pid = int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    check = "import sys, gauntlet.isolate, gauntlet.report, gauntlet.cases; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
