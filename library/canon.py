@@ -21,7 +21,7 @@ class JsonLimits:
     """What a document from outside may cost: `max_bytes` of text, `max_depth` of nested brackets."""
 
     max_bytes: int = 64 << 20
-    max_depth: int = 64
+    max_depth: int = 128
 
 
 DEFAULT_LIMITS = JsonLimits()
@@ -31,7 +31,11 @@ def canonical_json(obj: Any) -> bytes:
     """Sorted keys, no spaces, UTF-8, no NaN: equal data gives equal bytes. E0734 for what JSON cannot say."""
     try:
         return _encode(obj).encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError (lone surrogates) is a ValueError
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeEncodeError (lone surrogates) is a ValueError
         raise fail("E0734", f"value cannot be written as canonical JSON: {error}") from error
 
 

@@ -63,6 +63,9 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E0761": (EXIT_INTEGRITY, "ledger truncated, rolled back or forked"),
     "E0762": (EXIT_INTEGRITY, "checkpoint does not match the ledger"),
     "E0763": (EXIT_INTEGRITY, "row disagrees with the ledger"),
+    "E0781": (EXIT_BACKEND, "built for another machine"),
+    "E0782": (EXIT_BACKEND, "driver too old"),
+    "E0783": (EXIT_BACKEND, "extern library of another version"),
     "E0770": (EXIT_INTEGRITY, "bundle malformed"),
 }
 

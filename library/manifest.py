@@ -71,7 +71,9 @@ def pack(manifest: Mapping[str, Any], blobs: Sequence[tuple[str, str, bytes]]) -
     filled = dict(manifest)
     table, offset = [], 0
     for name, kind, data in blobs:
-        table.append({"name": name, "kind": kind, "offset": offset, "size": len(data), "sha256": sha256_hex(data)})
+        table.append(
+            {"name": name, "kind": kind, "offset": offset, "size": len(data), "sha256": sha256_hex(data)}
+        )
         offset = _align(offset + len(data))
     filled["blobs"] = table
     if "artifact_id" not in filled:
@@ -106,7 +108,9 @@ def unpack(data: bytes, *, verified: bool = False) -> Container:
         check_manifest(manifest)
         if canonical_json(manifest) != text:
             raise fail("E0733", "manifest is not in canonical form")
-    return Container(manifest, MappingProxyType(_blobs(manifest["blobs"], data, _HEAD + length, verified)), data)
+    return Container(
+        manifest, MappingProxyType(_blobs(manifest["blobs"], data, _HEAD + length, verified)), data
+    )
 
 
 def _blobs(table: list[dict[str, Any]], data: bytes, end: int, verified: bool) -> dict[str, memoryview]:
@@ -161,9 +165,15 @@ def _checked_id(manifest: dict[str, Any]) -> str:
 
 
 def _check_blueprint(value: dict[str, Any]) -> None:
-    _want(value.keys() == {"id", "name", "interface", "text"}, "blueprint", "exactly id, name, interface, text")
+    _want(
+        value.keys() == {"id", "name", "interface", "text"}, "blueprint", "exactly id, name, interface, text"
+    )
     _want(_is_hex(value["id"], 64), "blueprint.id", "64 hexadecimal digits")
-    _want(isinstance(value["name"], str) and len(value["name"]) <= 256, "blueprint.name", "a text of at most 256")
+    _want(
+        isinstance(value["name"], str) and len(value["name"]) <= 256,
+        "blueprint.name",
+        "a text of at most 256",
+    )
     _want(_is_hex(value["interface"], None), "blueprint.interface", "hexadecimal")
     _want(isinstance(value["text"], dict), "blueprint.text", "an object")
 
@@ -181,7 +191,11 @@ def _check_table(table: list[Any]) -> None:
     for index, row in enumerate(table):
         where = f"blobs[{index}]"
         _want(isinstance(row, dict) and row.keys() == _BLOB_KEYS, where, f"exactly {sorted(_BLOB_KEYS)}")
-        _want(isinstance(row["name"], str) and bool(_BLOB.match(row["name"])), where, "named with [A-Za-z0-9._+-]")
+        _want(
+            isinstance(row["name"], str) and bool(_BLOB.match(row["name"])),
+            where,
+            "named with [A-Za-z0-9._+-]",
+        )
         _want(isinstance(row["kind"], str) and bool(_NAME.match(row["kind"])), where, "of a lower-case kind")
         for key in ("offset", "size"):
             _want(type(row[key]) is int and 0 <= row[key] <= MAX_CONTAINER_BYTES, where, f"with a sane {key}")

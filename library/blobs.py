@@ -1,0 +1,226 @@
+"""Immutable bytes named by their SHA-256: `objects/ab/cdef...`, published whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from library.canon import canonical_json, sha256_hex
+from library.disk import READ, Disk
+from library.errors import fail
+from library.paths import os_error
+
+MAX_BLOB_BYTES = 1 << 30
+RESERVE = "reserve"
+RESERVE_BYTES = 1 << 20
+DIRECTORIES = ("objects", "staging", "quarantine", "measurements")
+
+
+class Blobs:
+    """The directories of one library. Thread-safe: holds only directory descriptors."""
+
+    def __init__(self, home: Path, disk: Disk | None = None) -> None:
+        self.home = home
+        self.disk = disk or Disk()
+        self._fds: dict[str, int] = {}
+        try:
+            for name in ("objects", "staging", "quarantine"):
+                self._fds[name] = self.disk.open_dir(str(home / name))
+        except OSError as error:
+            self.close()
+            raise os_error(error, "cannot open", home) from error
+
+    def close(self) -> None:
+        """Give the descriptors back; idempotent."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def put(self, data: bytes) -> str:
+        """Durable when it returns: the digest of `data`. E0703, E0702, E0710 leave nothing behind."""
+        return self.put_many([data])[0]
+
+    def put_many(self, items: Iterable[bytes]) -> list[str]:
+        """Stage, sync, link, and sync each directory once. Digests in the order of `items`."""
+        contents = list(items)
+        digests = [sha256_hex(data) for data in contents]
+        try:
+            self._publish({digest: data for digest, data in zip(digests, contents, strict=True)})
+        except OSError as error:
+            raise os_error(error, "cannot write an object below", self.home) from error
+        return digests
+
+    def _publish(self, contents: dict[str, bytes]) -> None:
+        staged: dict[str, str] = {}
+        shards: dict[str, int] = {}
+        try:
+            for digest, data in contents.items():
+                self._shard(digest[:2], shards)
+                if not self._is_good(digest, data, shards[digest[:2]]):
+                    staged[digest] = self._stage(data)
+            for digest, name in staged.items():
+                self._name(name, digest, contents[digest], shards[digest[:2]])
+            for fd in shards.values():
+                self.disk.sync_dir(fd)
+        finally:
+            for name in staged.values():
+                self._discard(name)
+            for fd in shards.values():
+                os.close(fd)
+
+    def _shard(self, name: str, shards: dict[str, int]) -> None:
+        if name in shards:
+            return
+        if self.disk.make_dir(name, self._fds["objects"]):
+            self.disk.sync_dir(self._fds["objects"])
+        shards[name] = self.disk.open_dir(name, dir_fd=self._fds["objects"])
+
+    def _stage(self, data: bytes) -> str:
+        if len(data) > MAX_BLOB_BYTES:
+            raise fail("E0735", f"object of {len(data)} bytes exceeds {MAX_BLOB_BYTES}")
+        name = f"{int(time.time())}-{os.getpid()}-{uuid.uuid4().hex}"
+        fd = self.disk.create(name, self._fds["staging"])
+        try:
+            self.disk.write(fd, data)
+            self.disk.seal(fd)
+        except BaseException:
+            self._discard(name)
+            raise
+        finally:
+            os.close(fd)
+        return name
+
+    def _name(self, staged: str, digest: str, data: bytes, shard: int) -> None:
+        """Create-once: a second publisher of the same bytes loses silently, a torn older file is replaced."""
+        try:
+            self.disk.link(staged, self._fds["staging"], digest[2:], shard)
+        except FileExistsError:
+            if not self._is_good(digest, data, shard):
+                self._keep_evidence(
+                    digest, shard, "torn or foreign bytes found under this name while publishing"
+                )
+                self.disk.rename(staged, self._fds["staging"], digest[2:], shard)
+
+    def _is_good(self, digest: str, data: bytes, shard: int) -> bool:
+        try:
+            info = os.stat(digest[2:], dir_fd=shard, follow_symlinks=False)
+            if not stat.S_ISREG(info.st_mode) or info.st_size != len(data):
+                return False
+            found = self._read_fd(os.open(digest[2:], READ, dir_fd=shard))
+        except FileNotFoundError:
+            return False
+        if sha256_hex(found) != digest:
+            return False
+        # The earlier publisher may have died between its link and its directory sync; its bytes are synced before.
+        return True
+
+    def _discard(self, name: str) -> None:
+        try:
+            self.disk.unlink(name, self._fds["staging"])
+        except OSError:
+            return  # never named by a row; collection removes what stays in staging
+
+    @staticmethod
+    def _read_fd(fd: int) -> bytes:
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise fail("E0704", "an object is not a regular file")
+            if info.st_size > MAX_BLOB_BYTES:
+                raise fail("E0735", f"object of {info.st_size} bytes exceeds {MAX_BLOB_BYTES}")
+            return file.readall()
+
+    def read_raw(self, digest: str) -> bytes:
+        """Bytes under `digest`, not yet hashed: for the caller that hashes them itself. E0731 when absent."""
+        try:
+            return self._read_fd(os.open(f"{digest[:2]}/{digest[2:]}", READ, dir_fd=self._fds["objects"]))
+        except FileNotFoundError as error:
+            raise fail(
+                "E0731",
+                f"object {digest} is not in the library",
+                node=digest,
+                hint="`esper-library verify --repair` takes it from a bundle or files a compile job",
+            ) from error
+        except OSError as error:
+            raise os_error(error, "cannot read object", digest) from error
+
+    def read(self, digest: str) -> bytes:
+        """Bytes whose SHA-256 is `digest`; others are moved to quarantine and E0730 is raised."""
+        data = self.read_raw(digest)
+        if sha256_hex(data) != digest:
+            raise self.quarantine(digest, "bytes do not match the digest on reading")
+        return data
+
+    def quarantine(self, digest: str, reason: str) -> Exception:
+        """Move the bytes out of `objects/` if the disk allows it; the E0730 to raise either way."""
+        try:
+            shard = self.disk.open_dir(digest[:2], dir_fd=self._fds["objects"])
+            try:
+                self._keep_evidence(digest, shard, reason)
+            finally:
+                os.close(shard)
+            kept = f"moved to {self.home / 'quarantine'}"
+        except OSError as error:
+            kept = f"could not be moved to quarantine ({error.strerror})"
+        return fail(
+            "E0730",
+            f"object {digest}: {reason}; the bytes were {kept}",
+            node=digest,
+            hint="`esper-library verify --repair` restores it; find out what changed the file",
+        )
+
+    def _keep_evidence(self, digest: str, shard: int, reason: str) -> None:
+        stamp = f"{digest}.{time.time_ns()}"
+        self.disk.rename(digest[2:], shard, stamp, self._fds["quarantine"])
+        note = canonical_json({"digest": digest, "reason": reason, "time": time.time()})
+        fd = self.disk.create(stamp + ".json", self._fds["quarantine"])
+        try:
+            self.disk.write(fd, note)
+        finally:
+            os.close(fd)
+
+    def has(self, digest: str) -> bool:
+        """Whether a file of that name exists; says nothing about its bytes."""
+        try:
+            os.stat(f"{digest[:2]}/{digest[2:]}", dir_fd=self._fds["objects"], follow_symlinks=False)
+        except OSError:
+            return False
+        return True
+
+    def remove(self, digest: str) -> int:
+        """Unlink an object; bytes freed, 0 when it was gone already. The caller holds the transaction that decided."""
+        name = f"{digest[:2]}/{digest[2:]}"
+        try:
+            size = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size
+            self.disk.unlink(name, self._fds["objects"])
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise os_error(error, "cannot remove object", digest) from error
+        return size
+
+    def digests(self) -> Iterator[str]:
+        """Every name below `objects/` that is a digest, in no order."""
+        for shard in os.listdir(self._fds["objects"]):
+            if len(shard) != 2:
+                continue
+            for rest in os.listdir(self.home / "objects" / shard):
+                if len(rest) == 62:
+                    yield shard + rest
+
+    def staged(self) -> list[tuple[str, float]]:
+        """Names in staging with their age in seconds."""
+        now, found = time.time(), []
+        for entry in os.scandir(self._fds["staging"]):
+            try:
+                found.append((entry.name, now - entry.stat(follow_symlinks=False).st_mtime))
+            except FileNotFoundError:
+                continue
+        return found
+
+    def drop_staged(self, name: str) -> None:
+        """Remove one staging file that its owner left behind."""
+        self._discard(name)

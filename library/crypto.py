@@ -1,0 +1,41 @@
+"""The door to library.ed25519: a process that only lists or stores unsigned things never pays for `cryptography`."""
+
+from __future__ import annotations
+
+import hashlib
+from types import ModuleType
+from typing import Any
+
+# DER SubjectPublicKeyInfo of an Ed25519 key is this prefix and the 32 raw bytes (RFC 8410).
+_SPKI = bytes.fromhex("302a300506032b6570032100")
+
+
+def _door() -> ModuleType:
+    from library import ed25519
+
+    return ed25519
+
+
+def warm() -> None:
+    """Pay the import now rather than at the first signature."""
+    _door()
+
+
+def verify(raw_public: bytes, signature: bytes, message: bytes) -> bool:
+    """Whether the key made `signature` over `message`."""
+    return _door().verify(raw_public, signature, message)
+
+
+def generate(passphrase: bytes | None = None) -> tuple[bytes, bytes]:
+    """A new key: PKCS#8 PEM and raw public bytes."""
+    return _door().generate(passphrase)
+
+
+def load_private(pem: bytes, passphrase: bytes | None = None) -> tuple[Any, bytes]:
+    """Private key object (has `.sign(bytes)`) and raw public bytes."""
+    return _door().load_private(pem, passphrase)
+
+
+def keyid_of(raw_public: bytes) -> str:
+    """SHA-256 of the key's SubjectPublicKeyInfo in DER."""
+    return hashlib.sha256(_SPKI + raw_public).hexdigest()

@@ -1,0 +1,135 @@
+"""DSSE v1 envelopes over in-toto Statements v1. The signature is checked first, then those same bytes are parsed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from library.canon import JsonLimits, canonical_json, parse_json
+from library.crypto import verify
+from library.errors import fail
+
+IN_TOTO = "application/vnd.in-toto+json"
+STATEMENT = "https://in-toto.io/Statement/v1"
+PROVENANCE = "urn:esper:provenance:1"
+VERDICT = "urn:esper:verdict:1"
+ANNOTATION = "urn:esper:annotation:1"
+TRUST = "application/vnd.esper.trust+json"
+CHECKPOINT = "application/vnd.esper.checkpoint+json"
+_LIMITS = JsonLimits(max_bytes=4 << 20, max_depth=32)
+_MAX_SIGNATURES = 16
+
+
+@dataclass(frozen=True)
+class Signer:
+    """One private key in use: `sign` takes the message and returns 64 bytes."""
+
+    role: str
+    keyid: str
+    sign: Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A verified envelope: the payload bytes that were signed and the distinct trusted keys that signed them."""
+
+    payload: bytes
+    keyids: tuple[str, ...]
+
+
+def pae(payload_type: str, payload: bytes) -> bytes:
+    """Pre-authentication encoding of DSSE v1: what is signed."""
+    kind = payload_type.encode()
+    return b"DSSEv1 %d %b %d %b" % (len(kind), kind, len(payload), payload)
+
+
+def seal(payload: bytes, payload_type: str, signers: Iterable[Signer]) -> bytes:
+    """Envelope bytes with one signature per signer."""
+    message = pae(payload_type, payload)
+    signatures = [{"keyid": s.keyid, "sig": base64.b64encode(s.sign(message)).decode()} for s in signers]
+    document = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": payload_type,
+        "signatures": signatures,
+    }
+    return canonical_json(document)
+
+
+def open_envelope(
+    envelope: bytes,
+    payload_type: str,
+    keys: Mapping[str, bytes],
+    *,
+    threshold: int = 1,
+    what: str = "envelope",
+) -> Opened:
+    """Payload of an envelope signed by `threshold` distinct keys of `keys` (keyid to raw public key).
+
+    E0745 malformed or of another type, E0744 not enough good signatures. Key ids are hints: only the signature decides.
+    """
+    payload, signatures = _decode(envelope, payload_type, what)
+    message = pae(payload_type, payload)
+    good: list[str] = []
+    for keyid, signature in signatures:
+        raw = keys.get(keyid)
+        if raw is not None and keyid not in good and verify(raw, signature, message):
+            good.append(keyid)
+        if len(good) >= threshold:
+            return Opened(payload, tuple(good))
+    named = ", ".join(keyid[:16] for keyid, _ in signatures) or "nobody"
+    raise fail(
+        "E0744",
+        f"{what}: {len(good)} of {threshold} needed signatures by trusted keys (signed by {named})",
+        hint="`esper-library trust show` lists the keys that count; `trust add` or a new verdict mends it",
+    )
+
+
+def _decode(envelope: bytes, payload_type: str, what: str) -> tuple[bytes, list[tuple[str, bytes]]]:
+    try:
+        document = parse_json(envelope, _LIMITS)
+        if document.keys() != {"payload", "payloadType", "signatures"}:
+            raise ValueError("wrong keys")
+        rows = document["signatures"]
+        if document["payloadType"] != payload_type:
+            raise ValueError(f"payload type {document['payloadType']!r} is not {payload_type!r}")
+        if len(rows) > _MAX_SIGNATURES or any(row.keys() != {"keyid", "sig"} for row in rows):
+            raise ValueError("signature list malformed")
+        payload = base64.b64decode(document["payload"], validate=True)
+        return payload, [(str(row["keyid"]), base64.b64decode(row["sig"], validate=True)) for row in rows]
+    except (ValueError, TypeError, AttributeError, KeyError, binascii.Error) as error:
+        raise fail("E0745", f"{what} is malformed: {error}") from error
+
+
+def statement(name: str, digest: str, predicate_type: str, predicate: Mapping[str, Any]) -> bytes:
+    """in-toto Statement v1 about the artifact `name` with container digest `digest`."""
+    return canonical_json(
+        {
+            "_type": STATEMENT,
+            "subject": [{"name": name, "digest": {"sha256": digest}}],
+            "predicateType": predicate_type,
+            "predicate": dict(predicate),
+        }
+    )
+
+
+def read_statement(payload: bytes, name: str, digest: str, predicate_type: str) -> dict[str, Any]:
+    """The predicate, after checking that the statement is of this type and about exactly this artifact: E0746."""
+    document = parse_json(payload, _LIMITS)
+    wanted = [{"name": name, "digest": {"sha256": digest}}]
+    if not isinstance(document, dict) or document.get("_type") != STATEMENT:
+        raise fail("E0745", "signed payload is not an in-toto Statement v1", node=name)
+    if document.get("predicateType") != predicate_type:
+        raise fail(
+            "E0746",
+            f"statement is of type {document.get('predicateType')!r}, not {predicate_type!r}",
+            node=name,
+        )
+    if document.get("subject") != wanted:
+        raise fail("E0746", f"statement is not about artifact {name} with digest {digest}", node=name)
+    predicate = document.get("predicate")
+    if not isinstance(predicate, dict):
+        raise fail("E0745", "statement has no predicate", node=name)
+    return predicate

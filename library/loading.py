@@ -1,0 +1,141 @@
+"""What must hold before a byte of an artifact reaches a driver, in this order, failing closed:
+
+record known; artifact not revoked, archived or rejected; bytes read once and hashed; verdict signed by a trusted,
+unrevoked validator key over that digest; verdict says VALIDATED for this id and architecture; only then are the same
+bytes parsed and handed on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from library import dsse, rows
+from library.blobs import Blobs
+from library.canon import sha256_hex
+from library.errors import fail
+from library.index import Index
+from library.manifest import unpack
+from library.records import (
+    ARCHIVED,
+    PENDING_BENCHMARKING,
+    REJECTED,
+    REVOKED,
+    SUPERSEDED,
+    VALIDATED,
+    ArtifactRecord,
+    LoadedArtifact,
+    Verdict,
+)
+from library.resolve import not_found
+from library.trust import TrustDocument, TrustStore
+
+
+def load_artifact(
+    index: Index, blobs: Blobs, trust: TrustStore, artifact_id: str, *, allow_unvalidated: bool
+) -> LoadedArtifact:
+    """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING and REJECTED under the compiler's signature."""
+    found = rows.for_loading(index, artifact_id)
+    if found is None:
+        raise not_found(index, artifact_id, "artifact")
+    record, (_, _, _, envelope, seq) = found
+    document = trust.document()
+    check_state(record, document, allow_unvalidated)
+    data = blobs.read_raw(record.digest)
+    if sha256_hex(data) != record.digest:
+        raise blobs.quarantine(record.digest, f"bytes of {artifact_id} do not match the digest on loading")
+    if record.state in (PENDING_BENCHMARKING, REJECTED):
+        open_provenance(index, trust, record)
+        return LoadedArtifact(record, unpack(data), None)
+    if envelope is None:
+        raise fail("E0740", f"{artifact_id} is marked {record.state} but has no verdict", node=artifact_id)
+    verdict = open_verdict(document, record, envelope, seq)
+    if verdict.result != VALIDATED:
+        raise fail("E0741", f"the signed verdict on {artifact_id} is {verdict.result}", node=artifact_id)
+    container = unpack(data, verified=True)
+    if container.manifest["artifact_id"] != record.id:
+        raise fail("E0746", f"the container stored as {record.id} calls itself otherwise", node=artifact_id)
+    return LoadedArtifact(record, container, verdict)
+
+
+def check_state(record: ArtifactRecord, document: TrustDocument, allow_unvalidated: bool) -> None:
+    """E0740 to E0743 unless the record's state allows loading."""
+    if record.state == REVOKED or record.digest in document.revoked_artifacts:
+        raise fail(
+            "E0742",
+            f"{record.id} was revoked: {record.reason}",
+            node=record.id,
+            hint="compile and prove it again",
+        )
+    if record.state == ARCHIVED:
+        raise fail(
+            "E0743", f"{record.id} is archived", node=record.id, hint=f"esper-library restore {record.id}"
+        )
+    if record.state in (VALIDATED, SUPERSEDED) or allow_unvalidated:
+        return
+    if record.state == REJECTED:
+        raise fail(
+            "E0741",
+            f"{record.id} was rejected: {record.reason}",
+            node=record.id,
+            hint=f"`esper-gauntlet show {record.id}` has the case",
+        )
+    raise fail(
+        "E0740",
+        f"{record.id} has not been proven yet",
+        node=record.id,
+        hint=f"esper-gauntlet bench {record.id}",
+    )
+
+
+def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: bytes, seq: int) -> Verdict:
+    """The verdict inside `envelope`, if a validator key of the trust store signed it about exactly this artifact."""
+    opened = dsse.open_envelope(
+        envelope,
+        dsse.IN_TOTO,
+        document.role_keys("validator"),
+        threshold=document.roles["validator"].threshold,
+        what=f"verdict on {record.id}",
+    )
+    refuse_revoked(document, opened.keyids, seq, record.id)
+    predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.VERDICT)
+    if predicate.get("arch") != record.arch:
+        raise fail(
+            "E0746",
+            f"verdict is for {predicate.get('arch')!r}, the record for {record.arch!r}",
+            node=record.id,
+        )
+    if predicate.get("policy") in document.revoked_policies:
+        raise fail("E0742", f"the policy that validated {record.id} was revoked", node=record.id)
+    return Verdict(
+        record.id,
+        record.arch,
+        str(predicate.get("result")),
+        opened.keyids[0],
+        float(predicate.get("time", 0)),
+    )
+
+
+def open_provenance(index: Index, trust: TrustStore, record: ArtifactRecord) -> dict[str, Any]:
+    """The compiler's signed statement about an artifact: E0744 to E0746, E0755."""
+    document = trust.document()
+    opened = dsse.open_envelope(
+        rows.provenance_envelope(index, record.id),
+        dsse.IN_TOTO,
+        document.role_keys("compiler"),
+        threshold=document.roles["compiler"].threshold,
+        what=f"provenance of {record.id}",
+    )
+    refuse_revoked(document, opened.keyids, record.seq, record.id)
+    return dsse.read_statement(opened.payload, record.id, record.digest, dsse.PROVENANCE)
+
+
+def refuse_revoked(document: TrustDocument, keyids: tuple[str, ...], seq: int, node: str) -> None:
+    """E0755 when a signing key was void from ledger entry `seq` or before."""
+    for keyid in keyids:
+        if keyid in document.revoked_keys and seq >= document.revoked_keys[keyid]:
+            raise fail(
+                "E0755",
+                f"signed by key {keyid[:16]}, revoked from ledger entry {document.revoked_keys[keyid]}",
+                node=node,
+                hint="prove it again with a current key",
+            )

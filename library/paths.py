@@ -1,0 +1,128 @@
+"""Where the library and its trust home live, and whether that place can be trusted to keep what it is given."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import platformdirs
+
+from esper_ir.diagnostics import EsperError
+from library.errors import fail
+
+# Types of /proc/self/mountinfo on which SQLite's write-ahead log or link(2) cannot be relied upon.
+NETWORK_TYPES = frozenset(
+    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs ncpfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
+    "fuse.glusterfs fuse.ceph fuse.goofys fuse.rclone".split()
+)
+_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def library_home(path: Path | str | None) -> Path:
+    """`path`, else ESPER_LIBRARY, else the user's data directory; absolute, `..` and `~` resolved by text only."""
+    chosen = path or os.environ.get("ESPER_LIBRARY") or platformdirs.user_data_path("esper") / "library"
+    return Path(os.path.abspath(Path(chosen).expanduser()))
+
+
+def trust_home(path: Path | str | None = None) -> Path:
+    """`path`, else ESPER_TRUST, else the user's configuration directory. Never inside a library: see library.trust."""
+    chosen = path or os.environ.get("ESPER_TRUST") or platformdirs.user_config_path("esper") / "trust"
+    return Path(os.path.abspath(Path(chosen).expanduser()))
+
+
+def os_error(error: OSError, doing: str, where: Path | str) -> EsperError:
+    """The named refusal for an OSError: full disk E0703, permission or read-only disk E0702, else E0710."""
+    text = f"{doing} {where}: {os.strerror(error.errno) if error.errno else error}"
+    if error.errno in _SPACE:
+        return fail("E0703", text, hint="free space, or run `esper-library gc`, which works on a full disk")
+    if error.errno in _DENIED:
+        return fail("E0702", text, hint="choose another place with --library or ESPER_LIBRARY")
+    return fail("E0710", text, hint="check the disk; nothing half-written was kept")
+
+
+def make_private(path: Path) -> None:
+    """Create `path` with mode 0700 and missing parents, then check it as `check_private` does."""
+    try:
+        _make_parents(path)
+    except OSError as error:
+        raise os_error(error, "cannot create", path) from error
+    check_private(path)
+
+
+def _make_parents(path: Path) -> None:
+    if not os.path.lexists(path):
+        if path.parent != path:
+            _make_parents(path.parent)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # another process was first
+            return
+
+
+def check_private(path: Path) -> None:
+    """E0704 unless `path` is a directory of this user that nobody else may write, reached through no symbolic link
+    and no directory in which another user could exchange it (sticky directories such as /tmp are fine)."""
+    me = os.geteuid()
+    chain = [path, *path.parents]
+    for index, place in enumerate(chain):
+        info = _lstat(place)
+        if stat.S_ISLNK(info.st_mode):
+            if index and info.st_uid == 0:  # a link that only the administrator can change, such as /var/run
+                continue
+            raise _unsafe(place, "is a symbolic link")
+        if not stat.S_ISDIR(info.st_mode):
+            raise _unsafe(place, "is not a directory")
+        if info.st_uid not in (me, 0):
+            raise _unsafe(place, f"belongs to user {info.st_uid}, not to you or root")
+        open_to_others = info.st_mode & 0o022
+        if open_to_others and (index == 0 or not info.st_mode & stat.S_ISVTX):
+            raise _unsafe(place, f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})")
+
+
+def _lstat(place: Path) -> os.stat_result:
+    try:
+        return os.lstat(place)
+    except FileNotFoundError as error:
+        raise fail("E0701", f"{place} does not exist", node=str(place)) from error
+    except OSError as error:
+        raise os_error(error, "cannot look at", place) from error
+
+
+def _unsafe(place: Path, why: str) -> EsperError:
+    return fail(
+        "E0704",
+        f"{place} {why}",
+        node=str(place),
+        hint="use a directory that only you can write (chmod go-w), reached without symbolic links",
+    )
+
+
+def file_system_type(path: Path) -> str:
+    """Type of the mount that holds `path`, by the longest mount point of /proc/self/mountinfo; "" where unknown."""
+    best, kind = -1, ""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = left.split(" ")[4].replace("\\040", " ")
+        inside = path == Path(point) or Path(point) in path.parents
+        if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
+            best, kind = len(point), right.split(" ")[0]
+    return kind
+
+
+def refuse_network(path: Path) -> None:
+    """E0705 on a network file system: the write-ahead log needs shared memory, which such a mount does not give."""
+    kind = file_system_type(path)
+    if kind in NETWORK_TYPES:
+        raise fail(
+            "E0705",
+            f"{path} is on a {kind} mount",
+            node=str(path),
+            hint="put the library on a local disk of each host and exchange artifacts with export and import",
+        )

@@ -1,0 +1,170 @@
+"""Statements over blueprints, artifacts, side files and verdicts. Writers expect to stand inside `index.write()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from library.index import Index
+from library.records import ArtifactRecord, BlueprintRecord, SideFile
+
+_ARTIFACT = (
+    "id, digest, size, blueprint, name, target, kind, arch, pipeline, version, objective, determinism, interface,"
+    " state, reason, previous_state, superseded_by, created, seq"
+)
+_BLUEPRINT = "id, name, text_digest, state, reason, created, seq"
+_LOAD = f"""SELECT v.arch, v.result, v.keyid, v.envelope, v.seq, {", ".join("a." + c.strip() for c in _ARTIFACT.split(","))}
+    FROM artifacts a LEFT JOIN verdicts v ON v.artifact = a.num AND v.num = (
+        SELECT max(num) FROM verdicts WHERE artifact = a.num) WHERE a.id = ?"""
+
+
+def blueprint(index: Index, blueprint_id: str) -> BlueprintRecord | None:
+    row = index.row(f"SELECT {_BLUEPRINT} FROM blueprints WHERE id = ?", (blueprint_id,))
+    return BlueprintRecord(*row) if row else None
+
+
+def blueprints(index: Index, low: str = "", high: str = "g") -> list[BlueprintRecord]:
+    """Blueprints with low <= id < high, by name."""
+    found = index.rows(
+        f"SELECT {_BLUEPRINT} FROM blueprints WHERE id >= ? AND id < ? ORDER BY name, id", (low, high)
+    )
+    return [BlueprintRecord(*row) for row in found]
+
+
+def add_blueprint(index: Index, record: BlueprintRecord) -> None:
+    values = (
+        record.id,
+        record.name,
+        record.text_digest,
+        record.state,
+        record.reason,
+        record.created,
+        record.seq,
+    )
+    index.run(f"INSERT INTO blueprints ({_BLUEPRINT}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+
+
+def set_blueprint_state(index: Index, blueprint_id: str, state: str, reason: str) -> None:
+    index.run("UPDATE blueprints SET state = ?, reason = ? WHERE id = ?", (state, reason, blueprint_id))
+
+
+def artifact(index: Index, artifact_id: str) -> ArtifactRecord | None:
+    row = index.row(f"SELECT {_ARTIFACT} FROM artifacts WHERE id = ?", (artifact_id,))
+    return ArtifactRecord(*row) if row else None
+
+
+def artifacts(
+    index: Index, *, blueprint: str | None = None, state: str | None = None, limit: int | None = None
+) -> list[ArtifactRecord]:
+    """Artifacts in the order they were stored."""
+    wanted, values = [], []
+    for column, value in (("blueprint", blueprint), ("state", state)):
+        if value is not None:
+            wanted.append(f"{column} = ?")
+            values.append(value)
+    where = f" WHERE {' AND '.join(wanted)}" if wanted else ""
+    tail = " LIMIT ?" if limit is not None else ""
+    if limit is not None:
+        values.append(limit)
+    return [
+        ArtifactRecord(*r)
+        for r in index.rows(f"SELECT {_ARTIFACT} FROM artifacts{where} ORDER BY num{tail}", values)
+    ]
+
+
+def artifacts_between(index: Index, low: str, high: str, limit: int) -> list[ArtifactRecord]:
+    """Artifacts with low <= id < high."""
+    text = f"SELECT {_ARTIFACT} FROM artifacts WHERE id >= ? AND id < ? ORDER BY id LIMIT ?"
+    return [ArtifactRecord(*row) for row in index.rows(text, (low, high, limit))]
+
+
+def artifacts_of_digest(index: Index, digest: str) -> list[str]:
+    return [row[0] for row in index.rows("SELECT id FROM artifacts WHERE digest = ?", (digest,))]
+
+
+def neighbours(index: Index, artifact_id: str, count: int = 4) -> list[str]:
+    """Ids just before and after a place in the order of ids: the nearest by prefix."""
+    above = index.rows("SELECT id FROM artifacts WHERE id >= ? ORDER BY id LIMIT ?", (artifact_id, count))
+    below = index.rows("SELECT id FROM artifacts WHERE id < ? ORDER BY id DESC LIMIT ?", (artifact_id, count))
+    return [row[0] for row in above + below]
+
+
+def artifact_num(index: Index, artifact_id: str) -> int:
+    """Row number of an artifact known to exist."""
+    row = index.row("SELECT num FROM artifacts WHERE id = ?", (artifact_id,))
+    assert row is not None, artifact_id
+    return row[0]
+
+
+def add_artifact(index: Index, record: ArtifactRecord, envelope: bytes) -> int:
+    marks = ", ".join("?" * (len(_ARTIFACT.split(",")) + 1))
+    values = (*record.to_json().values(), envelope)
+    row = index.run(f"INSERT INTO artifacts ({_ARTIFACT}, envelope) VALUES ({marks}) RETURNING num", values)
+    return row[0][0]
+
+
+def provenance_envelope(index: Index, artifact_id: str) -> bytes:
+    row = index.row("SELECT envelope FROM artifacts WHERE id = ?", (artifact_id,))
+    return row[0] if row else b""
+
+
+def set_artifact_state(
+    index: Index, artifact_id: str, state: str, reason: str, superseded_by: str = ""
+) -> None:
+    index.run(
+        "UPDATE artifacts SET previous_state = state, state = ?, reason = ?, superseded_by = ? WHERE id = ?",
+        (state, reason, superseded_by, artifact_id),
+    )
+
+
+def add_side_files(index: Index, num: int, files: Sequence[SideFile]) -> None:
+    for file in files:
+        index.run(
+            "INSERT OR IGNORE INTO side_files VALUES (?, ?, ?, ?)", (num, file.name, file.digest, file.size)
+        )
+
+
+def side_files(index: Index, artifact_id: str) -> list[SideFile]:
+    text = """SELECT s.name, s.digest, s.size FROM side_files s JOIN artifacts a ON a.num = s.artifact
+        WHERE a.id = ? ORDER BY s.name"""
+    return [SideFile(*row) for row in index.rows(text, (artifact_id,))]
+
+
+def add_verdict(index: Index, num: int, values: Mapping[str, Any]) -> None:
+    columns = ("arch", "card", "result", "reason", "keyid", "report", "envelope", "time", "seq")
+    index.run(
+        f"INSERT INTO verdicts (artifact, {', '.join(columns)}) VALUES (?{', ?' * len(columns)})",
+        (num, *(values[c] for c in columns)),
+    )
+
+
+def verdict_rows(index: Index, artifact_id: str) -> list[tuple[Any, ...]]:
+    """(arch, card, result, reason, keyid, report, envelope, time, seq), newest first."""
+    text = """SELECT v.arch, v.card, v.result, v.reason, v.keyid, v.report, v.envelope, v.time, v.seq
+        FROM verdicts v JOIN artifacts a ON a.num = v.artifact WHERE a.id = ? ORDER BY v.num DESC"""
+    return index.rows(text, (artifact_id,))
+
+
+def for_loading(index: Index, artifact_id: str) -> tuple[ArtifactRecord, tuple[Any, ...]] | None:
+    """The record and the newest verdict's (arch, result, keyid, envelope, seq) in one statement."""
+    row = index.row(_LOAD, (artifact_id,))
+    return (ArtifactRecord(*row[5:]), row[:5]) if row else None
+
+
+def referenced(index: Index, digest: str) -> bool:
+    """Whether any row names an object. An archived artifact keeps its row but not its bytes."""
+    text = """SELECT EXISTS (SELECT 1 FROM artifacts WHERE digest = ?1 AND state <> 'ARCHIVED')
+        OR EXISTS (SELECT 1 FROM blueprints WHERE text_digest = ?1)
+        OR EXISTS (SELECT 1 FROM verdicts WHERE report = ?1)
+        OR EXISTS (SELECT 1 FROM side_files s JOIN artifacts a ON a.num = s.artifact
+                   WHERE s.digest = ?1 AND a.state <> 'ARCHIVED')"""
+    row = index.row(text, (digest,))
+    return bool(row and row[0])
+
+
+def referenced_digests(index: Index) -> list[str]:
+    """Every object that some row needs present."""
+    text = """SELECT digest FROM artifacts WHERE state <> 'ARCHIVED' UNION SELECT text_digest FROM blueprints
+        UNION SELECT report FROM verdicts UNION SELECT s.digest FROM side_files s
+        JOIN artifacts a ON a.num = s.artifact WHERE a.state <> 'ARCHIVED'"""
+    return [row[0] for row in index.rows(text)]

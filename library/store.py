@@ -1,0 +1,478 @@
+"""The store: one directory, many processes, no server.
+
+with Library.open(path, roles=("compiler",)) as lib:        # ESPER_LIBRARY, else the user's data directory
+    lib.put_blueprint(blueprint_id, text, name)             # -> BlueprintRecord
+    record = lib.put_artifact(container, side_files={"k.ptx": ptx}, provenance={...})   # -> ArtifactRecord, PENDING
+with Library.open(path, roles=("validator",)) as lib:
+    lib.load(record.id, allow_unvalidated=True)             # -> LoadedArtifact(record, container, verdict=None)
+    lib.record_verdict(record.id, report, passed=True)      # -> VerdictRecord, signed; state VALIDATED
+with Library.open(path, readonly=True) as lib:
+    lib.warm()                                              # pay imports and trust store before the first load
+    lib.load(record.id)                                     # LoadedArtifact: one read, one hash, verdict verified
+    lib.resolve("9f2c41d0")                                 # id, unique prefix or blueprint id -> ArtifactRecord
+    lib.artifacts(blueprint=..., state="VALIDATED")         # -> list[ArtifactRecord]
+    lib.verdict(record.id), lib.side_file(record.id, "k.ptx"), lib.read(record.id)
+    lib.find(KernelQuery(required_tags=("high_speed",)))    # -> KernelQueryResult, ranked, with refusals
+    lib.put_measurement(group, arch, toolchain, {...}); lib.measurements(group, arch, toolchain)
+set_blueprint_state, supersede, revoke, archive, restore: legal transitions only (E0724), one ledger entry each.
+Signing opens only the keys of `roles`. Refusals are EsperError E07xx: 10 not found, 11 corrupt, 12 untrusted,
+13 revoked or archived, 14 conflict or ambiguous, 15 full or locked, 16 not writable.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from library import crypto, dsse, leases, ledger, rows, seen
+from library.blobs import Blobs
+from library.canon import canonical_json, parse_json, sha256_hex
+from library.disk import Disk
+from library.dsse import Signer
+from library.errors import fail
+from library.index import Index
+from library.layout import open_layout
+from library.loading import load_artifact, open_provenance, open_verdict
+from library.manifest import Container, unpack
+from library.measurements import Measurements
+from library.paths import library_home, trust_home
+from library.records import (
+    ARTIFACT_MOVES,
+    BLUEPRINT_MOVES,
+    COMPILED,
+    COMPILING,
+    PENDING_BENCHMARKING,
+    REJECTED,
+    REVOKED,
+    SUPERSEDED,
+    UNVALIDATED,
+    VALIDATED,
+    ArtifactRecord,
+    BlueprintRecord,
+    LoadedArtifact,
+    SideFile,
+    VerdictRecord,
+    check_move,
+)
+from library.resolve import not_found, resolve_artifact, resolve_blueprint
+from library.trust import TrustStore
+
+_HEX64 = re.compile(r"[0-9a-f]{64}\Z")
+_SIDE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
+_MAX_REPORT_BYTES = 16 << 20
+
+
+class Library:
+    """An open library. Safe to use from several threads; each process opens its own."""
+
+    def __init__(
+        self, home: Path, index: Index, blobs: Blobs, trust: TrustStore, roles: Collection[str]
+    ) -> None:
+        self.home, self.index, self.blobs, self.trust = home, index, blobs, trust
+        self.roles = frozenset(roles)
+        self.readonly = index.readonly
+        row = index.row("SELECT value FROM meta WHERE key = 'origin'")
+        if row is None:
+            raise fail("E0709", f"{home}: esper.db does not say which library it is")
+        self.origin: str = row[0]
+        self._timings: Measurements | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str | None = None,
+        *,
+        create: bool = True,
+        readonly: bool = False,
+        roles: Collection[str] = ("compiler", "validator"),
+        trust: Path | str | None = None,
+        wait_s: float = 30.0,
+        disk: Disk | None = None,
+    ) -> Library:
+        """Open, and with `create` first make, the library at `path`. `roles`: whose keys this handle may open.
+
+        `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a local one.
+        """
+        home = library_home(path)
+        open_layout(home, create=create and not readonly)
+        keys = TrustStore(trust_home(trust))
+        if roles and not readonly:
+            keys.bootstrap()
+        blobs = Blobs(home, disk)
+        index: Index | None = None
+        try:
+            index = Index(home, readonly=readonly, wait_s=wait_s)
+            return cls(home, index, blobs, keys, () if readonly else roles)
+        except BaseException:
+            blobs.close()
+            if index is not None:
+                index.close()
+            raise
+
+    def close(self) -> None:
+        """Sign the ledger's head if this handle may, and give everything back."""
+        if not self.readonly and self.roles and self.index.connection_open():
+            self._sign_head(every=1)
+        if self._timings is not None:
+            self._timings.close()
+        self.index.close()
+        self.blobs.close()
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def warm(self) -> None:
+        """Import the signature code and verify the trust store now, so that the first load does not pay for it."""
+        crypto.warm()
+        self.trust.document()
+
+    def signer(self, role: str) -> Signer:
+        """The local key of `role`, if this handle was opened for it: E0752 otherwise."""
+        if role not in self.roles:
+            open_for = ", ".join(sorted(self.roles)) or "none"
+            raise fail("E0752", f"this process may not sign as {role} (open roles: {open_for})")
+        return self.trust.signer(role)
+
+    # -- blueprints -----------------------------------------------------------------------------------------------
+
+    def put_blueprint(self, blueprint_id: str, text: bytes, name: str) -> BlueprintRecord:
+        """Keep a blueprint's JSON text under its canonical hash (64 hex). The first text of an id stays."""
+        if not _HEX64.match(blueprint_id):
+            raise fail("E0720", f"blueprint id must be 64 hexadecimal digits, not {blueprint_id[:80]!r}")
+        parse_json(text)
+        known = rows.blueprint(self.index, blueprint_id)
+        if known is not None and self.blobs.has(known.text_digest):
+            return known
+        owner = leases.new_owner()
+        leases.take(self.index, owner, [sha256_hex(text)], f"put blueprint {blueprint_id[:12]}")
+        digest = self.blobs.put(text)
+        with self.index.write():
+            leases.check(self.index, owner, [digest])
+            record = self._insert_blueprint(blueprint_id, digest, name)
+            leases.drop(self.index, owner)
+        self._after_write()
+        return record
+
+    def _insert_blueprint(self, blueprint_id: str, digest: str, name: str) -> BlueprintRecord:
+        known = rows.blueprint(self.index, blueprint_id)
+        if known is not None:
+            return known
+        seq = ledger.append(self.index, "blueprint.put", blueprint_id, {"name": name, "text": digest})
+        record = BlueprintRecord(blueprint_id, name, digest, UNVALIDATED, "", time.time(), seq)
+        rows.add_blueprint(self.index, record)
+        return record
+
+    def set_blueprint_state(self, blueprint_id: str, state: str, reason: str = "") -> BlueprintRecord:
+        """One legal transition of a blueprint, E0724 otherwise."""
+        with self.index.write():
+            record = rows.blueprint(self.index, blueprint_id)
+            if record is None:
+                raise not_found(self.index, blueprint_id, "blueprint")
+            check_move(BLUEPRINT_MOVES, blueprint_id, record.state, state)
+            ledger.append(
+                self.index,
+                "blueprint.state",
+                blueprint_id,
+                {"from": record.state, "to": state, "reason": reason},
+            )
+            rows.set_blueprint_state(self.index, blueprint_id, state, reason)
+        self._after_write()
+        return self.blueprint(blueprint_id)
+
+    def blueprint(self, id_or_prefix: str) -> BlueprintRecord:
+        """By id or unique prefix of at least 8 hex digits: E0721, E0722."""
+        return resolve_blueprint(self.index, id_or_prefix)
+
+    def blueprints(self) -> list[BlueprintRecord]:
+        """All, by name."""
+        return rows.blueprints(self.index)
+
+    def blueprint_text(self, blueprint_id: str) -> bytes:
+        """The JSON text, verified against its digest."""
+        return self.blobs.read(self.blueprint(blueprint_id).text_digest)
+
+    # -- artifacts ------------------------------------------------------------------------------------------------
+
+    def put_artifact(
+        self,
+        container: bytes,
+        *,
+        side_files: Mapping[str, bytes] | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> ArtifactRecord:
+        """Keep a container as PENDING_BENCHMARKING, signed by the compiler key. Durable when it returns.
+
+        The same id with the same digest returns the record; with another digest E0723. Nothing is kept on failure.
+        """
+        unpacked, digest = unpack(container), sha256_hex(container)
+        files = dict(side_files or {})
+        for name in files:
+            if not _SIDE.match(name):
+                raise fail("E0720", f"side file name {name[:80]!r} must be [A-Za-z0-9._+-], at most 128 long")
+        known = self._known(unpacked.manifest["artifact_id"], digest)
+        if known is not None and self.blobs.has(digest):
+            return known
+        text = canonical_json(unpacked.manifest["blueprint"]["text"])
+        beside = [SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())]
+        envelope = self._provenance(unpacked, digest, beside, provenance or {})
+        contents = [container, text, *(files[f.name] for f in beside)]
+        wanted = {digest, sha256_hex(text), *(f.digest for f in beside)}
+        owner = leases.new_owner()
+        leases.take(self.index, owner, wanted, f"put {unpacked.manifest['artifact_id']}")
+        self.blobs.put_many(contents)
+        with self.index.write():
+            leases.check(self.index, owner, wanted)
+            record = self._insert_artifact(unpacked, digest, sha256_hex(text), envelope, beside)
+            leases.drop(self.index, owner)
+        self._after_write()
+        return record
+
+    def _known(self, artifact_id: str, digest: str) -> ArtifactRecord | None:
+        known = rows.artifact(self.index, artifact_id)
+        if known is not None and known.digest != digest:
+            raise fail(
+                "E0723",
+                f"{artifact_id} is stored with digest {known.digest}, not {digest}",
+                node=artifact_id,
+                hint="the compiler gave one id to two contents: its version hash misses an input",
+                details={"stored": known.digest, "offered": digest},
+            )
+        return known
+
+    def _provenance(
+        self, unpacked: Container, digest: str, beside: list[SideFile], provenance: Mapping[str, Any]
+    ) -> bytes:
+        manifest = unpacked.manifest
+        predicate = {
+            "blueprint": manifest["blueprint"]["id"],
+            "toolchain": manifest["toolchain"],
+            "side_files": {f.name: f.digest for f in beside},
+            "build": dict(provenance),
+        }
+        payload = dsse.statement(manifest["artifact_id"], digest, dsse.PROVENANCE, predicate)
+        return dsse.seal(payload, dsse.IN_TOTO, [self.signer("compiler")])
+
+    def _insert_artifact(
+        self, unpacked: Container, digest: str, text: str, envelope: bytes, beside: list[SideFile]
+    ) -> ArtifactRecord:
+        manifest = unpacked.manifest
+        known = self._known(manifest["artifact_id"], digest)
+        if known is not None:
+            return known
+        blueprint = manifest["blueprint"]
+        self._compiled(self._insert_blueprint(blueprint["id"], text, blueprint["name"]))
+        data = {"digest": digest, "size": len(unpacked.data), "envelope": sha256_hex(envelope)}
+        seq = ledger.append(self.index, "artifact.put", manifest["artifact_id"], data)
+        record = record_of(unpacked, digest, seq)
+        rows.add_side_files(self.index, rows.add_artifact(self.index, record, envelope), beside)
+        return record
+
+    def _compiled(self, record: BlueprintRecord) -> None:
+        """Move a blueprint along to COMPILED, by legal steps, because an artifact of it now exists."""
+        state = record.state
+        for step in (COMPILING, COMPILED):
+            if state != COMPILED and step in BLUEPRINT_MOVES[state]:
+                ledger.append(
+                    self.index,
+                    "blueprint.state",
+                    record.id,
+                    {"from": state, "to": step, "reason": "artifact"},
+                )
+                rows.set_blueprint_state(self.index, record.id, step, "")
+                state = step
+
+    def resolve(self, id_or_prefix: str) -> ArtifactRecord:
+        """Artifact id, unique prefix, or blueprint id or prefix (8 hex or more) with one artifact: E0721, E0722."""
+        return resolve_artifact(self.index, id_or_prefix)
+
+    def artifacts(self, blueprint: str | None = None, state: str | None = None) -> list[ArtifactRecord]:
+        """All, or those of one blueprint id and one state, oldest first."""
+        return rows.artifacts(self.index, blueprint=blueprint, state=state)
+
+    def record(self, artifact_id: str) -> ArtifactRecord:
+        """By exact id; E0721 with the nearest."""
+        found = rows.artifact(self.index, artifact_id)
+        if found is None:
+            raise not_found(self.index, artifact_id, "artifact")
+        return found
+
+    def read(self, artifact_id: str) -> bytes:
+        """The container's bytes, hash verified (E0730 quarantines). For copying; loading goes through `load`."""
+        return self.blobs.read(self.record(artifact_id).digest)
+
+    def load(self, artifact_id: str, *, allow_unvalidated: bool = False) -> LoadedArtifact:
+        """Verified bytes of an exact id under a trusted verdict; see library.loading for the order of checks."""
+        return load_artifact(
+            self.index, self.blobs, self.trust, artifact_id, allow_unvalidated=allow_unvalidated
+        )
+
+    def side_files(self, artifact_id: str) -> list[SideFile]:
+        """What is kept beside an artifact."""
+        return rows.side_files(self.index, self.record(artifact_id).id)
+
+    def side_file(self, artifact_id: str, name: str) -> bytes:
+        """One of them, hash verified. E0721 for a name it has not."""
+        for file in self.side_files(artifact_id):
+            if file.name == name:
+                return self.blobs.read(file.digest)
+        have = ", ".join(f.name for f in self.side_files(artifact_id)) or "none"
+        raise fail("E0721", f"{artifact_id} has no side file {name!r} (it has {have})", node=artifact_id)
+
+    # -- verdicts and transitions ---------------------------------------------------------------------------------
+
+    def record_verdict(
+        self, artifact_id: str, report: Mapping[str, Any], *, passed: bool, reason: str = "", card: str = ""
+    ) -> VerdictRecord:
+        """Sign what the gauntlet found, keep it, and make the artifact VALIDATED or REJECTED.
+
+        The bytes and the compiler's signature are verified once more. Final: a later pass on a VALIDATED artifact adds
+        a verdict (another card); a contradiction is E0725.
+        """
+        record = self.record(artifact_id)
+        unpack(self.blobs.read(record.digest))
+        open_provenance(self.index, self.trust, record)
+        signer, text = self.signer("validator"), canonical_json(dict(report))
+        if len(text) > _MAX_REPORT_BYTES:
+            raise fail("E0735", f"report of {len(text)} bytes exceeds {_MAX_REPORT_BYTES}")
+        values = {
+            "arch": record.arch,
+            "card": card,
+            "result": VALIDATED if passed else REJECTED,
+            "reason": reason,
+            "report": sha256_hex(text),
+            "time": time.time(),
+        }
+        predicate = {**values, "policy": report.get("policy"), "blueprint": record.blueprint, "stage": 1}
+        payload = dsse.statement(record.id, record.digest, dsse.VERDICT, predicate)
+        values |= {"envelope": dsse.seal(payload, dsse.IN_TOTO, [signer]), "keyid": signer.keyid}
+        owner = leases.new_owner()
+        leases.take(self.index, owner, [values["report"]], f"verdict {artifact_id}")
+        self.blobs.put(text)
+        with self.index.write():
+            leases.check(self.index, owner, [values["report"]])
+            self._insert_verdict(artifact_id, values)
+            leases.drop(self.index, owner)
+        self._after_write()
+        found = self.verdict(artifact_id)
+        assert found is not None
+        return found
+
+    def _insert_verdict(self, artifact_id: str, values: dict[str, Any]) -> None:
+        record = self.record(artifact_id)
+        result = values["result"]
+        if record.state != PENDING_BENCHMARKING and (record.state, result) != (VALIDATED, VALIDATED):
+            raise fail(
+                "E0725",
+                f"{artifact_id} is {record.state}; a verdict {result} cannot change that",
+                node=artifact_id,
+                hint="revoke it, or compile again",
+            )
+        data = {k: values[k] for k in ("result", "reason", "report", "keyid", "arch", "card")}
+        data["envelope"] = sha256_hex(values["envelope"])
+        seq = ledger.append(self.index, "artifact.verdict", artifact_id, data)
+        rows.add_verdict(self.index, rows.artifact_num(self.index, artifact_id), {**values, "seq": seq})
+        if record.state != result:
+            rows.set_artifact_state(self.index, artifact_id, result, values["reason"])
+
+    def verdict(self, artifact_id: str) -> VerdictRecord | None:
+        """The newest verdict with its report, signature verified; None while PENDING."""
+        record = self.record(artifact_id)
+        found = rows.verdict_rows(self.index, record.id)
+        if not found:
+            return None
+        arch, card, result, reason, keyid, report, envelope, when, seq = found[0]
+        open_verdict(self.trust.document(), record, envelope, seq)
+        content = parse_json(self.blobs.read(report))
+        return VerdictRecord(record.id, arch, card, result, reason, keyid, when, seq, content)
+
+    def move(self, artifact_id: str, state: str, reason: str, *, superseded_by: str = "") -> ArtifactRecord:
+        """One legal transition with its ledger entry: E0724. Verdicts are not made here."""
+        with self.index.write():
+            record = self.record(artifact_id)
+            check_move(ARTIFACT_MOVES, artifact_id, record.state, state)
+            if record.state == PENDING_BENCHMARKING and state in (VALIDATED, REJECTED):
+                raise fail("E0724", f"only a signed verdict makes {artifact_id} {state}", node=artifact_id)
+            data = {"from": record.state, "to": state, "reason": reason, "by": superseded_by}
+            ledger.append(self.index, "artifact.state", artifact_id, data)
+            rows.set_artifact_state(self.index, artifact_id, state, reason, superseded_by)
+        self._after_write()
+        return self.record(artifact_id)
+
+    def supersede(self, artifact_id: str, by: str, reason: str = "") -> ArtifactRecord:
+        """A recompiled artifact proven better takes its place; the old one still loads by its exact id."""
+        better = self.record(by)
+        if better.state != VALIDATED or better.blueprint != self.record(artifact_id).blueprint:
+            raise fail(
+                "E0724",
+                f"{by} cannot supersede {artifact_id}: not VALIDATED or of another blueprint",
+                node=by,
+            )
+        return self.move(artifact_id, SUPERSEDED, reason, superseded_by=by)
+
+    def revoke(self, artifact_id: str, reason: str) -> ArtifactRecord:
+        """Never load it again. Final."""
+        return self.move(artifact_id, REVOKED, reason)
+
+    # -- measurements and the ledger's head -----------------------------------------------------------------------
+
+    def put_measurement(
+        self, group_hash: str, arch: str, toolchain: str, measurement: Mapping[str, Any]
+    ) -> None:
+        """Keep one timing for the tuner; see library.measurements."""
+        self._measurements().put(group_hash, arch, toolchain, measurement)
+
+    def measurements(self, group_hash: str, arch: str, toolchain: str) -> list[dict[str, Any]]:
+        """Every timing kept under this key, oldest first."""
+        return self._measurements().get(group_hash, arch, toolchain)
+
+    def _measurements(self) -> Measurements:
+        if self._timings is None:
+            self._timings = Measurements(self.home, readonly=self.readonly, wait_s=self.index.wait_s)
+        return self._timings
+
+    def _after_write(self) -> None:
+        size, frontier = ledger.state(self.index)
+        seen.note(self.trust.home, self.origin, size, frontier.root())
+        self._sign_head(every=ledger.CHECKPOINT_EVERY)
+
+    def _sign_head(self, every: int) -> None:
+        """Sign a checkpoint when the ledger grew by `every` entries, with whichever role this handle has."""
+        size, _ = ledger.state(self.index)
+        role = next((r for r in ("validator", "compiler") if r in self.roles), None)
+        if role is not None and size - ledger.last_checkpoint(self.index) >= every:
+            ledger.checkpoint(self.index, self.origin, self.signer(role))
+
+
+def record_of(unpacked: Container, digest: str, seq: int) -> ArtifactRecord:
+    """The row of a container that has just been stored."""
+    manifest = unpacked.manifest
+    return ArtifactRecord(
+        id=manifest["artifact_id"],
+        digest=digest,
+        size=len(unpacked.data),
+        blueprint=manifest["blueprint"]["id"],
+        name=manifest["blueprint"]["name"],
+        target=manifest["target"]["name"],
+        kind=manifest["target"]["kind"],
+        arch=manifest["target"]["arch"],
+        pipeline=manifest["pipeline"],
+        version=manifest["version"],
+        objective=manifest["objective"],
+        determinism=manifest["determinism"],
+        interface=manifest["blueprint"]["interface"],
+        state=PENDING_BENCHMARKING,
+        reason="",
+        previous_state="",
+        superseded_by="",
+        created=time.time(),
+        seq=seq,
+    )
