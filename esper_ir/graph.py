@@ -26,8 +26,8 @@ def value_name(node_id: str, output: int = 0) -> str:
 class Node:
     """One operation. `attrs` is sorted by name, values hashable; `types` are the output types.
 
-    In a Blueprint attributes stand as in the text (numbers, strings, tuples) and `types` is empty; in a Graph they
-    are resolved (defaults filled, DType and Dim values, axes counted from the front).
+    In a Blueprint attributes stand as in the text (numbers, strings, tuples) and `types` is empty; in a Graph
+    they are resolved (defaults filled, DType and Dim values, axes counted from the front).
     """
 
     id: str
@@ -53,8 +53,8 @@ class Node:
 class Leaf:
     """A named tensor from outside. `kind`: input, param, buffer, constant.
 
-    `compute` (params): the dtype in which the graph sees it when it differs from the stored one; the cast is part
-    of the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones", "uniform", ...
+    `compute` (params): the dtype in which the graph sees it when it differs from the stored one; the cast is
+    part of the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones", "uniform", ...
     `data` (constants): nested lists, or {"sha256": ..., "file": ...}.
     """
 

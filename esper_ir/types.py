@@ -214,7 +214,7 @@ class Dim:
         return low, high
 
     def multiple(self, multiples: Mapping[str, int]) -> int:
-        """A known divisor of every value (0 only for the dim 0); `multiples`: the declared ones of symbols."""
+        """A known divisor of every value (0 only for the dim 0), given the declared ones of symbols."""
         parts = []
         for monomial, coefficient in self.terms:
             for atom in monomial:
@@ -257,14 +257,20 @@ def _monomial_bounds(monomial: Monomial, ranges: Mapping[str, Interval]) -> tupl
     return low, high
 
 
+MAX_TERMS = 64
+MAX_COEFFICIENT = 2**63 - 1
+
+
 class _Parser:
     """Recursive descent over `+ - * ( ) floordiv(e, n) name int`."""
 
-    _token = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(.))")
+    _token = re.compile(r"\s*(?:(\d+)|([A-Za-z_]\w*)|(.))", re.ASCII | re.DOTALL)
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = [next(g for g in m.groups() if g is not None) for m in self._token.finditer(text)]
+        self.tokens = [
+            next(g for g in m.groups() if g is not None) for m in self._token.finditer(text.strip())
+        ]
         self.at = 0
 
     def fail(self) -> EsperError:
@@ -284,7 +290,7 @@ class _Parser:
 
     def take(self, expected: str | None = None) -> str:
         token = self.peek()
-        if not token or (expected is not None and token != expected):
+        if not token or len(token) > 200 or (expected is not None and token != expected):
             raise self.fail()
         self.at += 1
         return token
@@ -306,11 +312,15 @@ class _Parser:
         while self.peek() == "*":
             self.take()
             out = out * self.atom(depth)
+            if len(out.terms) > MAX_TERMS or any(abs(c) > MAX_COEFFICIENT for _, c in out.terms):
+                raise self.fail()  # a product of sums grows exponentially
         return out
 
     def atom(self, depth: int) -> Dim:
         token = self.take()
-        if token.isdigit():
+        if token.isdecimal():
+            if len(token) > 18:
+                raise self.fail()
             return Dim.of(int(token))
         if token == "(":
             inner = self.sum(depth + 1)
@@ -322,10 +332,10 @@ class _Parser:
             self.take(",")
             divisor = self.take()
             self.take(")")
-            if not divisor.isdigit():
+            if not divisor.isdecimal():
                 raise self.fail()
             return inner // int(divisor)
-        if re.fullmatch(r"[A-Za-z_]\w*", token):
+        if re.fullmatch(r"[A-Za-z_]\w*", token, re.ASCII):
             return Dim.sym(token)
         raise self.fail()
 
