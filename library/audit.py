@@ -1,4 +1,5 @@
-"""Looking for what went wrong: every check continues after the first finding and says what kind of wrong it is."""
+"""Looking for what went wrong: every check continues after the first finding and says what kind of wrong it
+is."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def finding_of(subject: str, error: EsperError) -> Finding:
 def verify_library(lib: Library, records: Iterable[ArtifactRecord], *, contents: bool) -> VerifyReport:
     """Check signatures and presence of every record's objects; with `contents` also read and hash every byte.
 
-    Changes nothing: bytes that do not match stay where they are for `--repair` or for the next load to quarantine.
+    Changes nothing: bytes that do not match stay where they are for `--repair` or for the next load to
+    quarantine.
     """
     findings: list[Finding] = []
     checked = 0

@@ -1,4 +1,5 @@
-"""Immutable bytes named by their SHA-256: `objects/ab/cdef...`, published whole or not at all, checked when read."""
+"""Immutable bytes named by their SHA-256: `objects/ab/cdef...`, published whole or not at all, checked when
+read."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Blobs:
         contents = list(items)
         digests = [sha256_hex(data) for data in contents]
         try:
-            self._publish({digest: data for digest, data in zip(digests, contents, strict=True)})
+            self._publish(dict(zip(digests, contents, strict=True)))
         except OSError as error:
             raise os_error(error, "cannot write an object below", self.home) from error
         return digests
@@ -114,7 +115,8 @@ class Blobs:
             return False
         if sha256_hex(found) != digest:
             return False
-        # The earlier publisher may have died between its link and its directory sync; its bytes are synced before.
+        # The earlier publisher may have died between its link and its directory sync; its bytes are synced
+        # before.
         return True
 
     def _discard(self, name: str) -> None:
@@ -191,7 +193,8 @@ class Blobs:
         return True
 
     def remove(self, digest: str) -> int:
-        """Unlink an object; bytes freed, 0 when it was gone already. The caller holds the transaction that decided."""
+        """Unlink an object; bytes freed, 0 when it was gone already. The caller holds the transaction that
+        decided."""
         name = f"{digest[:2]}/{digest[2:]}"
         try:
             size = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size

@@ -1,4 +1,5 @@
-"""`esper-library`: thin commands over library.store. `--json` prints one document on stdout, all else goes to stderr."""
+"""`esper-library`: thin commands over library.store. `--json` prints one document on stdout, all else goes to
+stderr."""
 
 from __future__ import annotations
 
@@ -22,31 +23,30 @@ from library.trust import Role, TrustStore
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry of the script: named refusals become their exit code, an interruption 130."""
-    arguments = list(argv) if argv is not None else sys.argv[1:]
-    try:
-        sys.exit(cli.main(args=arguments, prog_name="esper-library", standalone_mode=False) or 0)
-    except click.exceptions.Abort:
-        sys.exit(EXIT_INTERRUPTED)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except EsperError as error:
-        if "--json" in arguments:
-            emit({"schema": "esper-library/error/1", "error": error.to_json()})
-        click.echo(error.render(), err=True)
-        sys.exit(error.exit_code)
+class Tool(click.Group):
+    """A group whose commands end in the exit code of their refusal."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click's, but an EsperError becomes its text on stderr and its exit code, an interruption 130."""
+        given = args[0] if args else extra.get("args")
+        arguments = list(given) if given is not None else sys.argv[1:]
+        try:
+            return super().main(*args, **extra)
+        except EsperError as error:
+            if "--json" in arguments:
+                emit({"schema": "esper-library/error/1", "error": error.to_json()})
+            click.echo(error.render(), err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(EXIT_INTERRUPTED)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Tool, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--library", "path", type=click.Path(path_type=Path), help="Directory of the library [ESPER_LIBRARY]."
 )
 @click.pass_context
-def cli(context: click.Context, path: Path | None) -> None:
+def main(context: click.Context, path: Path | None) -> None:
     """Blueprints, artifacts and verdicts: what is stored, whether it is sound, and who is trusted."""
     context.obj = path
 
@@ -84,7 +84,7 @@ def when(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-@cli.command("ls")
+@main.command("ls")
 @click.option("--state", help="Only artifacts in this state.")
 @click.option("--blueprint", help="Only artifacts of this blueprint (id or prefix).")
 @click.option("--blueprints", is_flag=True, help="List blueprints instead.")
@@ -109,7 +109,7 @@ def list_command(
         table(("ARTIFACT", "NAME", "STATE", "BYTES", "STORED"), rows)
 
 
-@cli.command("show")
+@main.command("show")
 @click.argument("artifact")
 @as_json
 @click.pass_context
@@ -143,7 +143,7 @@ def described(lib: Library, record: ArtifactRecord) -> dict[str, Any]:
     }
 
 
-@cli.command("verify")
+@main.command("verify")
 @click.argument("artifacts", nargs=-1)
 @click.option("--contents", is_flag=True, help="Read and hash every object, not only look for it.")
 @as_json
@@ -162,7 +162,7 @@ def verify_command(context: click.Context, artifacts: tuple[str, ...], contents:
     sys.exit(report.exit_code())
 
 
-@cli.group("keys")
+@main.group("keys")
 def keys_group() -> None:
     """Keys of this user: one directory per role."""
 

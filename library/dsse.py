@@ -1,4 +1,5 @@
-"""DSSE v1 envelopes over in-toto Statements v1. The signature is checked first, then those same bytes are parsed."""
+"""DSSE v1 envelopes over in-toto Statements v1. The signature is checked first, then those same bytes are
+parsed."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Signer:
 
 @dataclass(frozen=True)
 class Opened:
-    """A verified envelope: the payload bytes that were signed and the distinct trusted keys that signed them."""
+    """A verified envelope: the payload bytes that were signed and the distinct trusted keys that signed
+    them."""
 
     payload: bytes
     keyids: tuple[str, ...]
@@ -68,7 +70,8 @@ def open_envelope(
 ) -> Opened:
     """Payload of an envelope signed by `threshold` distinct keys of `keys` (keyid to raw public key).
 
-    E0745 malformed or of another type, E0744 not enough good signatures. Key ids are hints: only the signature decides.
+    E0745 malformed or of another type, E0744 not enough good signatures. Key ids are hints: only the
+    signature decides.
     """
     payload, signatures = _decode(envelope, payload_type, what)
     message = pae(payload_type, payload)
@@ -116,7 +119,8 @@ def statement(name: str, digest: str, predicate_type: str, predicate: Mapping[st
 
 
 def read_statement(payload: bytes, name: str, digest: str, predicate_type: str) -> dict[str, Any]:
-    """The predicate, after checking that the statement is of this type and about exactly this artifact: E0746."""
+    """The predicate, after checking that the statement is of this type and about exactly this artifact:
+    E0746."""
     document = parse_json(payload, _LIMITS)
     wanted = [{"name": name, "digest": {"sha256": digest}}]
     if not isinstance(document, dict) or document.get("_type") != STATEMENT:

@@ -1,4 +1,5 @@
-"""The connection to esper.db: opened for durability, one writer at a time, every SQLite failure a named refusal."""
+"""The connection to esper.db: opened for durability, one writer at a time, every SQLite failure a named
+refusal."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def holder(home: Path) -> str:
 
 
 class Index:
-    """One connection; thread-safe by a lock, refused after fork. `wait_s` bounds the wait for the writer's place."""
+    """One connection; thread-safe by a lock, refused after fork. `wait_s` bounds the wait for the writer's
+    place."""
 
     def __init__(self, home: Path, *, readonly: bool, wait_s: float = 30.0) -> None:
         self.home, self.readonly, self.wait_s = home, readonly, wait_s
@@ -145,8 +147,9 @@ class Index:
 
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Index]:
-        """BEGIN IMMEDIATE .. COMMIT; rolled back whole on any exception. `durable=False` only for what a power loss
-        may take with the process that wanted it (leases). Nested use joins the outer transaction."""
+        """BEGIN IMMEDIATE .. COMMIT; rolled back whole on any exception. `durable=False` only for what a
+        power loss may take with the process that wanted it (leases). Nested use joins the outer
+        transaction."""
         self._check_owner()
         if self.readonly:
             raise fail(

@@ -1,4 +1,5 @@
-"""The directory of a library: made step by step so that dying anywhere leaves either nothing or something to finish."""
+"""The directory of a library: made step by step so that dying anywhere leaves either nothing or something to
+finish."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _OURS = {
 
 
 def open_layout(home: Path, *, create: bool) -> None:
-    """Check the library at `home`, or make it. E0701 none there, E0704 unsafe, E0705 network, E0706 newer format."""
+    """Check the library at `home`, or make it. E0701 none there, E0704 unsafe, E0705 network, E0706 newer
+    format."""
     if not (home / FORMAT).exists():
         if not create:
             raise fail(

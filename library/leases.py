@@ -1,4 +1,5 @@
-"""Leases: rows that keep collection away from objects which no row names yet, and say who is at work on what."""
+"""Leases: rows that keep collection away from objects which no row names yet, and say who is at work on
+what."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def new_owner() -> str:
 
 
 def take(index: Index, owner: str, digests: Iterable[str], purpose: str, seconds: float = LEASE_S) -> None:
-    """Lease objects before they are published or reused; a tombstone on one of them is lifted in the same transaction.
+    """Lease objects before they are published or reused; a tombstone on one of them is lifted in the same
+    transaction.
 
     Not durable: a lease lost to a power failure belonged to a process that the failure ended as well.
     """
@@ -38,7 +40,8 @@ def drop(index: Index, owner: str) -> None:
 
 
 def check(index: Index, owner: str, digests: Iterable[str]) -> None:
-    """E0726 when collection may have taken an object since, because the lease ran out. Inside the final transaction."""
+    """E0726 when collection may have taken an object since, because the lease ran out. Inside the final
+    transaction."""
     now = time.time()
     held = {
         row[0] for row in index.run("SELECT digest FROM leases WHERE owner = ? AND expires > ?", (owner, now))

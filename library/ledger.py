@@ -1,8 +1,10 @@
-"""History that shows edits, cuts, rollbacks and forks: entries hash-chained and in an RFC 9162 tree with signed heads.
+"""History that shows edits, cuts, rollbacks and forks: entries hash-chained and in an RFC 9162 tree with
+signed heads.
 
-An entry is canonical JSON {seq, prev, time, kind, subject, data}; `prev` is the leaf hash of the entry before, entry 1
-names the library. Appending happens in the transaction of the change itself. A checkpoint is a signed
-{origin, size, root, time}; the largest one this user has seen is kept in the trust home, outside the library.
+An entry is canonical JSON {seq, prev, time, kind, subject, data}; `prev` is the leaf hash of the entry
+before, entry 1 names the library. Appending happens in the transaction of the change itself. A checkpoint is
+a signed {origin, size, root, time}; the largest one this user has seen is kept in the trust home, outside the
+library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What must hold before a byte of an artifact reaches a driver, in this order, failing closed:
 
-record known; artifact not revoked, archived or rejected; bytes read once and hashed; verdict signed by a trusted,
-unrevoked validator key over that digest; verdict says VALIDATED for this id and architecture; only then are the same
-bytes parsed and handed on.
+record known; artifact not revoked, archived or rejected; bytes read once and hashed; verdict signed by a
+trusted, unrevoked validator key over that digest; verdict says VALIDATED for this id and architecture; only
+then are the same bytes parsed and handed on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from library.trust import TrustDocument, TrustStore
 def load_artifact(
     index: Index, blobs: Blobs, trust: TrustStore, artifact_id: str, *, allow_unvalidated: bool
 ) -> LoadedArtifact:
-    """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING and REJECTED under the compiler's signature."""
+    """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING and REJECTED under the compiler's
+    signature."""
     found = rows.for_loading(index, artifact_id)
     if found is None:
         raise not_found(index, artifact_id, "artifact")
@@ -88,7 +89,8 @@ def check_state(record: ArtifactRecord, document: TrustDocument, allow_unvalidat
 
 
 def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: bytes, seq: int) -> Verdict:
-    """The verdict inside `envelope`, if a validator key of the trust store signed it about exactly this artifact."""
+    """The verdict inside `envelope`, if a validator key of the trust store signed it about exactly this
+    artifact."""
     opened = dsse.open_envelope(
         envelope,
         dsse.IN_TOTO,

@@ -1,9 +1,11 @@
 """The container: one artifact as one file of data, nothing in it executed or extracted.
 
-    b"ESPERART\\x01" | u64 little-endian manifest length | canonical-JSON manifest | zeros to 64 | blob | zeros | blob ...
+    b"ESPERART\\x01" | u64 little-endian manifest length | canonical-JSON manifest | zeros to 64 | blob |
+    zeros | blob ...
 
-Blob offsets count from the first multiple of 64 after the manifest, so that they do not depend on its own length.
-One content has exactly one spelling: order and alignment of blobs are fixed, padding is zero, nothing trails.
+Blob offsets count from the first multiple of 64 after the manifest, so that they do not depend on its own
+length. One content has exactly one spelling: order and alignment of blobs are fixed, padding is zero, nothing
+trails.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def artifact_id_of(manifest: Mapping[str, Any]) -> str:
 
 
 def pack(manifest: Mapping[str, Any], blobs: Sequence[tuple[str, str, bytes]]) -> bytes:
-    """Container bytes of `manifest` and (name, kind, bytes) blobs; fills "blobs", and "artifact_id" when absent.
+    """Container bytes of `manifest` and (name, kind, bytes) blobs; fills "blobs", and "artifact_id" when
+    absent.
 
     Pure: the same arguments give the same bytes. E0733 for a manifest that breaks the grammar.
     """
@@ -92,8 +95,9 @@ def pack(manifest: Mapping[str, Any], blobs: Sequence[tuple[str, str, bytes]]) -
 
 
 def unpack(data: bytes, *, verified: bool = False) -> Container:
-    """Strict reading. `verified` says that a trusted signature covers sha256(data) and that a strict reading stood
-    before it: grammar and blob digests are then not computed again, bounds still are. E0732, E0733, E0734, E0735.
+    """Strict reading. `verified` says that a trusted signature covers sha256(data) and that a strict reading
+    stood before it: grammar and blob digests are then not computed again, bounds still are. E0732, E0733,
+    E0734, E0735.
     """
     if len(data) > MAX_CONTAINER_BYTES:
         raise fail("E0735", f"container of {len(data)} bytes exceeds {MAX_CONTAINER_BYTES}")

@@ -22,7 +22,8 @@ CREATE TABLE timings(
 
 
 class Measurements:
-    """A database of its own below `measurements/`, so that it can be copied, exported and kept apart from artifacts."""
+    """A database of its own below `measurements/`, so that it can be copied, exported and kept apart from
+    artifacts."""
 
     def __init__(self, home: Path, *, readonly: bool, wait_s: float = 30.0) -> None:
         self.place = home / "measurements"
@@ -44,7 +45,8 @@ class Measurements:
     def put_many(self, items: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> int:
         """Keep all in one transaction; how many were new."""
         ready = [(g, a, t, canonical_json(dict(m)), time.time()) for g, a, t, m in items]
-        text = "INSERT OR IGNORE INTO timings (group_hash, arch, toolchain, body, time) VALUES (?, ?, ?, ?, ?) RETURNING num"
+        text = """INSERT OR IGNORE INTO timings (group_hash, arch, toolchain, body, time)
+            VALUES (?, ?, ?, ?, ?) RETURNING num"""
         with self.index.write():
             return sum(len(self.index.run(text, values)) for values in ready)
 

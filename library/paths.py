@@ -1,4 +1,5 @@
-"""Where the library and its trust home live, and whether that place can be trusted to keep what it is given."""
+"""Where the library and its trust home live, and whether that place can be trusted to keep what it is
+given."""
 
 from __future__ import annotations
 
@@ -14,22 +15,24 @@ from library.errors import fail
 
 # Types of /proc/self/mountinfo on which SQLite's write-ahead log or link(2) cannot be relied upon.
 NETWORK_TYPES = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs ncpfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
-    "fuse.glusterfs fuse.ceph fuse.goofys fuse.rclone".split()
+    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs ncpfs fuse.sshfs fuse.s3fs "
+    "fuse.gcsfuse fuse.glusterfs fuse.ceph fuse.goofys fuse.rclone".split()
 )
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def library_home(path: Path | str | None) -> Path:
-    """`path`, else ESPER_LIBRARY, else the user's data directory; absolute, `..` and `~` resolved by text only."""
+    """`path`, else ESPER_LIBRARY, else the user's data directory; absolute, `..` and `~` resolved by text
+    only."""
     chosen = path or os.environ.get("ESPER_LIBRARY") or platformdirs.user_data_path("esper") / "library"
     return Path(os.path.abspath(Path(chosen).expanduser()))
 
 
 def trust_home(path: Path | str | None = None) -> Path:
-    """`path`, else ESPER_TRUST, else the user's configuration directory. Never inside a library: see library.trust."""
-    chosen = path or os.environ.get("ESPER_TRUST") or platformdirs.user_config_path("esper") / "trust"
+    """`path`, else ESPER_KEYS, else the user's configuration directory. Never inside a library: see
+    library.trust."""
+    chosen = path or os.environ.get("ESPER_KEYS") or platformdirs.user_config_path("esper") / "trust"
     return Path(os.path.abspath(Path(chosen).expanduser()))
 
 
@@ -63,8 +66,9 @@ def _make_parents(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """E0704 unless `path` is a directory of this user that nobody else may write, reached through no symbolic link
-    and no directory in which another user could exchange it (sticky directories such as /tmp are fine)."""
+    """E0704 unless `path` is a directory of this user that nobody else may write, reached through no symbolic
+    link and no directory in which another user could exchange it (sticky directories such as /tmp are
+    fine)."""
     me = os.geteuid()
     chain = [path, *path.parents]
     for index, place in enumerate(chain):
@@ -77,9 +81,14 @@ def check_private(path: Path) -> None:
             raise _unsafe(place, "is not a directory")
         if info.st_uid not in (me, 0):
             raise _unsafe(place, f"belongs to user {info.st_uid}, not to you or root")
-        open_to_others = info.st_mode & 0o022
+        open_to_others = info.st_mode & (0o002 if index and _private_group(info) else 0o022)
         if open_to_others and (index == 0 or not info.st_mode & stat.S_ISVTX):
             raise _unsafe(place, f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})")
+
+
+def _private_group(info: os.stat_result) -> bool:
+    """A directory of a group that by convention holds only its namesake user (umask 002 systems)."""
+    return info.st_uid == info.st_gid == os.geteuid() == os.getegid()
 
 
 def _lstat(place: Path) -> os.stat_result:
@@ -101,7 +110,8 @@ def _unsafe(place: Path, why: str) -> EsperError:
 
 
 def file_system_type(path: Path) -> str:
-    """Type of the mount that holds `path`, by the longest mount point of /proc/self/mountinfo; "" where unknown."""
+    """Type of the mount that holds `path`, by the longest mount point of /proc/self/mountinfo; "" where
+    unknown."""
     best, kind = -1, ""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -117,7 +127,8 @@ def file_system_type(path: Path) -> str:
 
 
 def refuse_network(path: Path) -> None:
-    """E0705 on a network file system: the write-ahead log needs shared memory, which such a mount does not give."""
+    """E0705 on a network file system: the write-ahead log needs shared memory, which such a mount does not
+    give."""
     kind = file_system_type(path)
     if kind in NETWORK_TYPES:
         raise fail(

@@ -1,4 +1,5 @@
-"""What a machine can run, as a value. Probing it is the runtime's; deciding from it is pure and repeatable."""
+"""What a machine can run, as a value. Probing it is the runtime's; deciding from it is pure and
+repeatable."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ _X86 = re.compile(r"x86-64-v([1-4])\Z")
 
 @dataclass(frozen=True)
 class Platform:
-    """`cuda_cc` compute capability or None without a card; `driver` CUDA version the driver supports (12040 is 12.4);
-    `cpu_level` x86-64 level 1 to 4, 0 on another processor; `gfx` AMD architecture; `externs` library versions by name.
+    """`cuda_cc` compute capability or None without a card; `driver` CUDA version the driver supports (12040
+    is 12.4); `cpu_level` x86-64 level 1 to 4, 0 on another processor; `gfx` AMD architecture; `externs`
+    library versions by name.
     """
 
     cuda_cc: tuple[int, int] | None = None
@@ -36,10 +38,11 @@ class Platform:
         externs: Sequence[Mapping[str, Any]] = (),
         strict: bool = False,
     ) -> Accepted[tuple[str, ...]] | Rejected:
-        """Whether code of `kind` ("cuda", "hip", "cpu") for `arch` runs here; the value lists tolerated mismatches.
+        """Whether code of `kind` ("cuda", "hip", "cpu") for `arch` runs here; the value lists tolerated
+        mismatches.
 
-        `externs`: {"name", "version"} per library step. Another version is tolerated and named, with `strict` refused;
-        an absent one is always refused.
+        `externs`: {"name", "version"} per library step. Another version is tolerated and named, with `strict`
+        refused; an absent one is always refused.
         """
         wrong = _MACHINES.get(kind, _no_machine)(self, arch)
         if wrong:
@@ -89,7 +92,8 @@ def _no_machine(platform: Platform, arch: str) -> str:
 
 
 def _cuda_machine(platform: Platform, arch: str) -> str:
-    """A cubin runs on its own major version from its own minor version on; an `a` one only on exactly its own."""
+    """A cubin runs on its own major version from its own minor version on; an `a` one only on exactly its
+    own."""
     found = _SM.match(arch)
     if not found:
         return f"{arch!r} is not a CUDA architecture"

@@ -1,4 +1,5 @@
-"""Statements over blueprints, artifacts, side files and verdicts. Writers expect to stand inside `index.write()`."""
+"""Statements over blueprints, artifacts, side files and verdicts. Writers expect to stand inside
+`index.write()`."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ from library.index import Index
 from library.records import ArtifactRecord, BlueprintRecord, SideFile
 
 _ARTIFACT = (
-    "id, digest, size, blueprint, name, target, kind, arch, pipeline, version, objective, determinism, interface,"
-    " state, reason, previous_state, superseded_by, created, seq"
+    "id, digest, size, blueprint, name, target, kind, arch, pipeline, version, objective, determinism, "
+    "interface, state, reason, previous_state, superseded_by, created, seq"
 )
 _BLUEPRINT = "id, name, text_digest, state, reason, created, seq"
-_LOAD = f"""SELECT v.arch, v.result, v.keyid, v.envelope, v.seq, {", ".join("a." + c.strip() for c in _ARTIFACT.split(","))}
-    FROM artifacts a LEFT JOIN verdicts v ON v.artifact = a.num AND v.num = (
-        SELECT max(num) FROM verdicts WHERE artifact = a.num) WHERE a.id = ?"""
+_OF_A = ", ".join(f"a.{column}" for column in _ARTIFACT.split(", "))
+_LOAD = f"""SELECT v.arch, v.result, v.keyid, v.envelope, v.seq, {_OF_A} FROM artifacts a
+    LEFT JOIN verdicts v ON v.num = (SELECT max(num) FROM verdicts WHERE artifact = a.num) WHERE a.id = ?"""
 
 
 def blueprint(index: Index, blueprint_id: str) -> BlueprintRecord | None:
@@ -97,7 +98,7 @@ def artifact_num(index: Index, artifact_id: str) -> int:
 
 
 def add_artifact(index: Index, record: ArtifactRecord, envelope: bytes) -> int:
-    marks = ", ".join("?" * (len(_ARTIFACT.split(",")) + 1))
+    marks = ", ".join("?" * (len(_ARTIFACT.split(", ")) + 1))
     values = (*record.to_json().values(), envelope)
     row = index.run(f"INSERT INTO artifacts ({_ARTIFACT}, envelope) VALUES ({marks}) RETURNING num", values)
     return row[0][0]

@@ -1,4 +1,5 @@
-"""Tables of esper.db. Migrations are append-only: a released one is never edited, a library is brought up on opening."""
+"""Tables of esper.db. Migrations are append-only: a released one is never edited, a library is brought up on
+opening."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ _TABLES = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
 
 CREATE TABLE blueprints(
-    id TEXT PRIMARY KEY, name TEXT NOT NULL, text_digest TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
-    created REAL NOT NULL, seq INTEGER NOT NULL) STRICT;
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, text_digest TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT
+    NULL, created REAL NOT NULL, seq INTEGER NOT NULL) STRICT;
 CREATE INDEX blueprints_name ON blueprints(name);
 CREATE INDEX blueprints_text ON blueprints(text_digest);
 
 CREATE TABLE artifacts(
     num INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL, size INTEGER NOT NULL,
-    blueprint TEXT NOT NULL REFERENCES blueprints(id), name TEXT NOT NULL, target TEXT NOT NULL, kind TEXT NOT NULL,
-    arch TEXT NOT NULL, pipeline TEXT NOT NULL, version TEXT NOT NULL, objective TEXT NOT NULL,
+    blueprint TEXT NOT NULL REFERENCES blueprints(id), name TEXT NOT NULL, target TEXT NOT NULL, kind TEXT NOT
+    NULL, arch TEXT NOT NULL, pipeline TEXT NOT NULL, version TEXT NOT NULL, objective TEXT NOT NULL,
     determinism TEXT NOT NULL, interface TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
     previous_state TEXT NOT NULL, superseded_by TEXT NOT NULL, created REAL NOT NULL, seq INTEGER NOT NULL,
     envelope BLOB NOT NULL) STRICT;
@@ -49,18 +50,19 @@ CREATE TABLE facts(
 CREATE INDEX facts_rank ON facts(arch, state, rank);
 CREATE INDEX facts_state_rank ON facts(state, rank);
 CREATE TABLE tags(
-    tag TEXT NOT NULL, arch TEXT NOT NULL, rank REAL NOT NULL, artifact INTEGER NOT NULL REFERENCES artifacts(num),
-    PRIMARY KEY(tag, arch, rank, artifact)) STRICT, WITHOUT ROWID;
+    tag TEXT NOT NULL, arch TEXT NOT NULL, rank REAL NOT NULL, artifact INTEGER NOT NULL REFERENCES
+    artifacts(num), PRIMARY KEY(tag, arch, rank, artifact)) STRICT, WITHOUT ROWID;
 CREATE INDEX tags_artifact ON tags(artifact);
 
 CREATE TABLE edges(
-    parent TEXT NOT NULL, child TEXT NOT NULL, relation TEXT NOT NULL, mutation TEXT NOT NULL, time REAL NOT NULL,
-    seq INTEGER NOT NULL, PRIMARY KEY(parent, child, relation)) STRICT, WITHOUT ROWID;
+    parent TEXT NOT NULL, child TEXT NOT NULL, relation TEXT NOT NULL, mutation TEXT NOT NULL, time REAL NOT
+    NULL, seq INTEGER NOT NULL, PRIMARY KEY(parent, child, relation)) STRICT, WITHOUT ROWID;
 CREATE INDEX edges_child ON edges(child);
 
 CREATE TABLE outcomes(
     num INTEGER PRIMARY KEY, artifact INTEGER NOT NULL REFERENCES artifacts(num), seed TEXT NOT NULL,
-    outcome TEXT NOT NULL, key TEXT NOT NULL UNIQUE, report BLOB NOT NULL, time REAL NOT NULL, seq INTEGER NOT NULL) STRICT;
+    outcome TEXT NOT NULL, key TEXT NOT NULL UNIQUE, report BLOB NOT NULL, time REAL NOT NULL, seq INTEGER NOT
+    NULL) STRICT;
 CREATE INDEX outcomes_artifact ON outcomes(artifact);
 
 CREATE TABLE usage(
@@ -69,19 +71,20 @@ CREATE TABLE usage(
     urabrask_interest REAL NOT NULL) STRICT;
 
 CREATE TABLE leases(
-    digest TEXT NOT NULL, owner TEXT NOT NULL, purpose TEXT NOT NULL, taken REAL NOT NULL, expires REAL NOT NULL,
-    PRIMARY KEY(digest, owner)) STRICT, WITHOUT ROWID;
+    digest TEXT NOT NULL, owner TEXT NOT NULL, purpose TEXT NOT NULL, taken REAL NOT NULL, expires REAL NOT
+    NULL, PRIMARY KEY(digest, owner)) STRICT, WITHOUT ROWID;
 CREATE TABLE tombstones(digest TEXT PRIMARY KEY, time REAL NOT NULL) STRICT, WITHOUT ROWID;
 
 CREATE TABLE jobs(
-    num INTEGER PRIMARY KEY, kind TEXT NOT NULL, subject TEXT NOT NULL, labels TEXT NOT NULL, priority INTEGER NOT NULL,
-    state TEXT NOT NULL, attempt INTEGER NOT NULL, owner TEXT NOT NULL, expires REAL NOT NULL, fence INTEGER NOT NULL,
-    reason TEXT NOT NULL, created REAL NOT NULL, seq INTEGER NOT NULL) STRICT;
+    num INTEGER PRIMARY KEY, kind TEXT NOT NULL, subject TEXT NOT NULL, labels TEXT NOT NULL, priority INTEGER
+    NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL, owner TEXT NOT NULL, expires REAL NOT NULL, fence
+    INTEGER NOT NULL, reason TEXT NOT NULL, created REAL NOT NULL, seq INTEGER NOT NULL) STRICT;
 CREATE UNIQUE INDEX jobs_open ON jobs(kind, subject, labels) WHERE state IN ('QUEUED', 'RUNNING');
 
 CREATE TABLE ledger(seq INTEGER PRIMARY KEY, body BLOB NOT NULL, leaf BLOB NOT NULL) STRICT;
 CREATE TABLE ledger_state(
-    one INTEGER PRIMARY KEY CHECK (one = 1), size INTEGER NOT NULL, head BLOB NOT NULL, frontier BLOB NOT NULL) STRICT;
+    one INTEGER PRIMARY KEY CHECK (one = 1), size INTEGER NOT NULL, head BLOB NOT NULL, frontier BLOB NOT
+    NULL) STRICT;
 CREATE TABLE checkpoints(size INTEGER PRIMARY KEY, envelope BLOB NOT NULL) STRICT;
 """
 

@@ -1,22 +1,23 @@
 """The store: one directory, many processes, no server.
 
-with Library.open(path, roles=("compiler",)) as lib:        # ESPER_LIBRARY, else the user's data directory
-    lib.put_blueprint(blueprint_id, text, name)             # -> BlueprintRecord
-    record = lib.put_artifact(container, side_files={"k.ptx": ptx}, provenance={...})   # -> ArtifactRecord, PENDING
+with Library.open(path, roles=("compiler",)) as lib:     # ESPER_LIBRARY, else the user's data directory
+    lib.put_blueprint(blueprint_id, text, name)          # -> BlueprintRecord
+    record = lib.put_artifact(container, side_files={"k.ptx": ptx}, provenance={})  # -> ArtifactRecord
 with Library.open(path, roles=("validator",)) as lib:
-    lib.load(record.id, allow_unvalidated=True)             # -> LoadedArtifact(record, container, verdict=None)
-    lib.record_verdict(record.id, report, passed=True)      # -> VerdictRecord, signed; state VALIDATED
+    lib.load(record.id, allow_unvalidated=True)          # -> LoadedArtifact(record, container, None)
+    lib.record_verdict(record.id, report, passed=True)   # -> VerdictRecord, signed; state VALIDATED
 with Library.open(path, readonly=True) as lib:
-    lib.warm()                                              # pay imports and trust store before the first load
-    lib.load(record.id)                                     # LoadedArtifact: one read, one hash, verdict verified
-    lib.resolve("9f2c41d0")                                 # id, unique prefix or blueprint id -> ArtifactRecord
-    lib.artifacts(blueprint=..., state="VALIDATED")         # -> list[ArtifactRecord]
+    lib.warm()                                           # imports and trust store, before the first load
+    lib.load(record.id)                                  # one read, one hash, verdict verified
+    lib.resolve("9f2c41d0")                              # id, unique prefix or blueprint id -> record
+    lib.artifacts(blueprint=None, state="VALIDATED")     # -> list[ArtifactRecord]
     lib.verdict(record.id), lib.side_file(record.id, "k.ptx"), lib.read(record.id)
-    lib.find(KernelQuery(required_tags=("high_speed",)))    # -> KernelQueryResult, ranked, with refusals
-    lib.put_measurement(group, arch, toolchain, {...}); lib.measurements(group, arch, toolchain)
-set_blueprint_state, supersede, revoke, archive, restore: legal transitions only (E0724), one ledger entry each.
-Signing opens only the keys of `roles`. Refusals are EsperError E07xx: 10 not found, 11 corrupt, 12 untrusted,
-13 revoked or archived, 14 conflict or ambiguous, 15 full or locked, 16 not writable.
+    lib.find(KernelQuery(required_tags=("high_speed",))) # -> KernelQueryResult, ranked, with refusals
+    lib.put_measurement(group, arch, toolchain, {}), lib.measurements(group, arch, toolchain)
+set_blueprint_state, supersede, revoke, archive, restore: legal transitions only (E0724), one ledger
+entry each. Signing opens only the keys of `roles`. Refusals are EsperError E07xx with exit code 10 not
+found, 11 corrupt, 12 untrusted, 13 revoked or archived, 14 conflict or ambiguous, 15 full or locked,
+16 not writable. The user's keys and trust store live in ESPER_KEYS, else the configuration directory.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ class Library:
         wait_s: float = 30.0,
         disk: Disk | None = None,
     ) -> Library:
-        """Open, and with `create` first make, the library at `path`. `roles`: whose keys this handle may open.
+        """Open, and with `create` first make, the library at `path`. `roles`: whose keys this handle may
+        open.
 
-        `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a local one.
+        `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a
+        local one.
         """
         home = library_home(path)
         open_layout(home, create=create and not readonly)
@@ -131,7 +134,8 @@ class Library:
         self.close()
 
     def warm(self) -> None:
-        """Import the signature code and verify the trust store now, so that the first load does not pay for it."""
+        """Import the signature code and verify the trust store now, so that the first load does not pay for
+        it."""
         crypto.warm()
         self.trust.document()
 
@@ -142,7 +146,7 @@ class Library:
             raise fail("E0752", f"this process may not sign as {role} (open roles: {open_for})")
         return self.trust.signer(role)
 
-    # -- blueprints -----------------------------------------------------------------------------------------------
+    # -- blueprints --------------------------------------------------------------------------------
 
     def put_blueprint(self, blueprint_id: str, text: bytes, name: str) -> BlueprintRecord:
         """Keep a blueprint's JSON text under its canonical hash (64 hex). The first text of an id stays."""
@@ -200,7 +204,7 @@ class Library:
         """The JSON text, verified against its digest."""
         return self.blobs.read(self.blueprint(blueprint_id).text_digest)
 
-    # -- artifacts ------------------------------------------------------------------------------------------------
+    # -- artifacts ---------------------------------------------------------------------------------
 
     def put_artifact(
         self,
@@ -211,7 +215,8 @@ class Library:
     ) -> ArtifactRecord:
         """Keep a container as PENDING_BENCHMARKING, signed by the compiler key. Durable when it returns.
 
-        The same id with the same digest returns the record; with another digest E0723. Nothing is kept on failure.
+        The same id with the same digest returns the record; with another digest E0723. Nothing is kept on
+        failure.
         """
         unpacked, digest = unpack(container), sha256_hex(container)
         files = dict(side_files or {})
@@ -291,7 +296,8 @@ class Library:
                 state = step
 
     def resolve(self, id_or_prefix: str) -> ArtifactRecord:
-        """Artifact id, unique prefix, or blueprint id or prefix (8 hex or more) with one artifact: E0721, E0722."""
+        """Artifact id, unique prefix, or blueprint id or prefix (8 hex or more) with one artifact: E0721,
+        E0722."""
         return resolve_artifact(self.index, id_or_prefix)
 
     def artifacts(self, blueprint: str | None = None, state: str | None = None) -> list[ArtifactRecord]:
@@ -306,11 +312,13 @@ class Library:
         return found
 
     def read(self, artifact_id: str) -> bytes:
-        """The container's bytes, hash verified (E0730 quarantines). For copying; loading goes through `load`."""
+        """The container's bytes, hash verified (E0730 quarantines). For copying; loading goes through
+        `load`."""
         return self.blobs.read(self.record(artifact_id).digest)
 
     def load(self, artifact_id: str, *, allow_unvalidated: bool = False) -> LoadedArtifact:
-        """Verified bytes of an exact id under a trusted verdict; see library.loading for the order of checks."""
+        """Verified bytes of an exact id under a trusted verdict; see library.loading for the order of
+        checks."""
         return load_artifact(
             self.index, self.blobs, self.trust, artifact_id, allow_unvalidated=allow_unvalidated
         )
@@ -327,15 +335,15 @@ class Library:
         have = ", ".join(f.name for f in self.side_files(artifact_id)) or "none"
         raise fail("E0721", f"{artifact_id} has no side file {name!r} (it has {have})", node=artifact_id)
 
-    # -- verdicts and transitions ---------------------------------------------------------------------------------
+    # -- verdicts and transitions ------------------------------------------------------------------
 
     def record_verdict(
         self, artifact_id: str, report: Mapping[str, Any], *, passed: bool, reason: str = "", card: str = ""
     ) -> VerdictRecord:
         """Sign what the gauntlet found, keep it, and make the artifact VALIDATED or REJECTED.
 
-        The bytes and the compiler's signature are verified once more. Final: a later pass on a VALIDATED artifact adds
-        a verdict (another card); a contradiction is E0725.
+        The bytes and the compiler's signature are verified once more. Final: a later pass on a VALIDATED
+        artifact adds a verdict (another card); a contradiction is E0725.
         """
         record = self.record(artifact_id)
         unpack(self.blobs.read(record.digest))
@@ -422,7 +430,7 @@ class Library:
         """Never load it again. Final."""
         return self.move(artifact_id, REVOKED, reason)
 
-    # -- measurements and the ledger's head -----------------------------------------------------------------------
+    # -- measurements and the ledger's head --------------------------------------------------------
 
     def put_measurement(
         self, group_hash: str, arch: str, toolchain: str, measurement: Mapping[str, Any]
