@@ -1,0 +1,204 @@
+"""Nothing is run: does what the artifact says about itself agree with its blueprint and with its machine code?
+
+Signatures and digests were verified by the library before the bytes came here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+from esper_ir.diagnostics import EsperError
+from gauntlet import cubin, elf
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe
+from gauntlet.subject import Subject
+from library.launch import ExternStep, Kernel, Plan, evaluate
+from runtime import externs
+
+FUNCTION = 2
+WIDTH = {"ptr": 8, "i64": 8, "i32": 4}
+LIBRARIES = ("libm.so.6", "libgomp.so.1", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libmvec.so.1")
+MEMORY = frozenset({"memcpy", "memset", "memmove", "malloc", "free", "aligned_alloc", "__stack_chk_fail"})
+WEAK = frozenset({"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__", "__cxa_finalize"})
+MATH = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp2 expm1 fabs floor fma fmax fmin"
+    " fmod hypot ldexp lgamma log log10 log1p log2 nearbyint pow remainder rint round roundeven sin sincos sinh sqrt tan"
+    " tanh tgamma trunc".split()
+)
+OPENMP = ("GOMP_", "omp_get_", "__kmpc_", "_ZGV")
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_BYTES = 1 << 40
+
+
+@dataclass(frozen=True)
+class Integrity:
+    name: str = "integrity"
+    order: int = 0
+    quick: bool = True
+
+    def run(self, context: Context) -> Outcome:
+        try:
+            wrong = next(_findings(context.subject), "")
+        except EsperError as error:
+            wrong = error.render()
+        except elf.Malformed as error:
+            wrong = f"machine code: {error}"
+        if wrong:
+            return Failed(wrong)
+        launch = context.subject.launch
+        return Passed({"kernels": len(launch.kernels), "plans": len(launch.plans)})
+
+    def check(self, context: Context, recipe: Recipe) -> Outcome:
+        return self.run(context)
+
+
+STAGE = Integrity()
+
+
+def _findings(subject: Subject) -> Iterator[str]:
+    """Whatever is wrong, the first thing first."""
+    yield from _blueprint(subject)
+    yield from _kernels(subject)
+    for at, plan in enumerate(subject.launch.plans):
+        for wrong in (*_results(subject, plan), *_feeds(subject, plan), *_corners(subject, plan), *_externs(plan)):
+            yield f"plan {at} ({plan.phase}): {wrong}"
+    phases = {plan.phase for plan in subject.launch.plans}
+    wanted = {"inference", "forward", "backward"} if subject.launch.interface.differentiable else {"inference"}
+    if missing := sorted(wanted - phases):
+        yield f"no {' and no '.join(missing)} plan"
+
+
+def _blueprint(subject: Subject) -> Iterator[str]:
+    declared = subject.manifest["blueprint"]["id"]
+    if subject.blueprint_id != declared:
+        yield f"the blueprint inside has the id {subject.blueprint_id[:12]}, the manifest says {declared[:12]}"
+    ours, theirs = subject.expected_interface, subject.launch.interface
+    for part in ("inputs", "outputs", "differentiable"):
+        if getattr(ours, part) != getattr(theirs, part):
+            yield f"{part} of the launch manifest are not those of the blueprint: {getattr(theirs, part)}"
+    ranges = [(d.name, d.min, d.max, d.multiple_of) for d in theirs.dims]
+    if ranges != [(d.name, d.min, d.max, d.multiple_of) for d in ours.dims]:
+        yield f"dims of the launch manifest are not those of the blueprint: {ranges}"
+    for dim in theirs.dims:
+        shape = theirs.inputs[dim.tensor].shape if 0 <= dim.tensor < len(theirs.inputs) else ()
+        if not 0 <= dim.axis < len(shape) or shape[dim.axis] != dim.name:
+            yield f"dim {dim.name!r} is not axis {dim.axis} of input {dim.tensor}"
+
+
+def _kernels(subject: Subject) -> Iterator[str]:
+    readers: dict[str, Callable[[Subject, Kernel], Iterator[str]]] = {"cpu": _shared_object, "cuda": _cubin}
+    kind = subject.manifest["target"]["kind"]
+    if kind not in readers:
+        yield f"no check of machine code for targets of kind {kind!r}"
+        return
+    for kernel in subject.launch.kernels:
+        if kernel.blob not in subject.blobs:
+            yield f"kernel {kernel.name!r}: no blob {kernel.blob!r}"
+            continue
+        if any(WIDTH.get(p.kind) != p.size for p in kernel.params):
+            yield f"kernel {kernel.name!r}: a parameter of a wrong kind or size"
+        for wrong in readers[kind](subject, kernel):
+            yield f"kernel {kernel.name!r}: {wrong}"
+
+
+def _shared_object(subject: Subject, kernel: Kernel) -> Iterator[str]:
+    code = elf.read(bytes(subject.blobs[kernel.blob]))
+    arch = str(subject.manifest["target"]["arch"]).partition("-")[0]
+    if arch in elf.MACHINES.values() and code.machine != arch:
+        yield f"machine code for {code.machine}, the target is {arch}"
+    if code.exports.get(kernel.entry) != FUNCTION:
+        yield f"no function {kernel.entry!r} is exported"
+    if strange := sorted(name for name in code.imports | code.weak if not _known(name)):
+        yield f"it asks for {', '.join(strange[:4])}; only mathematics, memory and OpenMP are given"
+    if strange := sorted(set(code.needed) - set(LIBRARIES)):
+        yield f"it asks for the libraries {', '.join(strange)}"
+    if code.constructors:
+        yield "it runs code when it is loaded"
+    if code.search:
+        yield "it names its own library path"
+
+
+def _known(name: str) -> bool:
+    plain = name.rstrip("0123456789").removeprefix("__").removesuffix("_finite")
+    bare = name.removesuffix("f") if name.removesuffix("f") in MATH else plain
+    return bare in MATH or name in MATH or name in MEMORY or name in WEAK or name.startswith(OPENMP)
+
+
+def _cubin(subject: Subject, kernel: Kernel) -> Iterator[str]:
+    code = cubin.read(bytes(subject.blobs[kernel.blob]))
+    arch = str(subject.manifest["target"]["arch"])
+    if str(code.arch) not in arch:
+        yield f"machine code for sm_{code.arch}, the target is {arch}"
+    if kernel.entry not in code.kernels:
+        yield f"no entry {kernel.entry!r}"
+        return
+    real = [(p.offset, p.size) for p in code.kernels[kernel.entry]]
+    end = max((p.offset + p.size for p in kernel.params), default=0)
+    start = -(-end // 8) * 8
+    told = [(p.offset, p.size) for p in kernel.params] + [(start + 8 * i, 8) for i in range(kernel.scratch)]
+    if real != told:
+        yield f"the parameter table says {told}, the machine code {real}"
+    if not 0 < kernel.warps <= 32:
+        yield f"{kernel.warps} warps"
+
+
+def _results(subject: Subject, plan: Plan) -> Iterator[str]:
+    interface = subject.launch.interface
+    if plan.phase == "backward":
+        unknown = sorted(set(plan.wanted) - set(interface.differentiable))
+        if unknown or len(plan.gradients) != len(plan.wanted):
+            yield f"{len(plan.gradients)} gradients for {plan.wanted}"
+            return
+        specs = {t.name: t for t in interface.inputs}
+        pairs = [(n, specs[w]) for n, w in zip(plan.gradients, plan.wanted, strict=True)]
+    else:
+        if len(plan.outputs) != len(interface.outputs):
+            yield f"{len(plan.outputs)} outputs, the blueprint has {len(interface.outputs)}"
+            return
+        pairs = list(zip(plan.outputs, interface.outputs, strict=True))
+    for number, spec in pairs:
+        buffer = plan.buffers[number]
+        if (buffer.dtype, buffer.shape) != (spec.dtype, spec.shape):
+            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, {spec.name!r} is {spec.dtype}{spec.shape}"
+
+
+def _feeds(subject: Subject, plan: Plan) -> Iterator[str]:
+    """Buffers that come from outside are what the interface, or the forward plan, says."""
+    interface, forward = subject.launch.interface, [p for p in subject.launch.plans if p.phase == "forward"]
+    saved = [forward[0].buffers[n] for n in forward[0].saved] if forward else []
+    sources: Mapping[str, Any] = {"input": interface.inputs, "cotangent": interface.outputs, "saved": saved}
+    for buffer in plan.buffers:
+        if buffer.source not in sources:
+            continue
+        rows = sources[buffer.source]
+        if not 0 <= buffer.index < len(rows):
+            yield f"buffer {buffer.name!r} reads {buffer.source} {buffer.index} of {len(rows)}"
+        elif (buffer.dtype, buffer.shape) != (rows[buffer.index].dtype, rows[buffer.index].shape):
+            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, its source is {rows[buffer.index]}"
+
+
+def _corners(subject: Subject, plan: Plan) -> Iterator[str]:
+    """Grids and buffers stay sane at every corner of the plan's range of sizes."""
+    bounds = {b.dim: (b.low, b.high) for b in plan.bucket}
+    ends = [sorted({*bounds.get(d.name, (d.min, d.max))}) for d in subject.launch.interface.dims]
+    names = [d.name for d in subject.launch.interface.dims]
+    for values in product(*ends):
+        dims = dict(zip(names, values, strict=True))
+        for step in plan.steps:
+            grid = () if isinstance(step, ExternStep) else tuple(evaluate(s, dims) for s in step.grid)
+            if any(not 0 <= n <= most for n, most in zip(grid, MAX_GRID, strict=False)):
+                yield f"step {step.group!r} has the grid {grid} at {dims}"
+        for buffer in plan.buffers:
+            size = prod(evaluate(s, dims) for s in buffer.shape)
+            if not 0 <= size <= MAX_BYTES:
+                yield f"buffer {buffer.name!r} has {size} elements at {dims}"
+
+
+def _externs(plan: Plan) -> Iterator[str]:
+    for step in plan.steps:
+        if isinstance(step, ExternStep):
+            externs.prepare(step.op, step.attrs, len(step.inputs))
+    yield from ()
