@@ -1,0 +1,221 @@
+"""From the nodes of a group to the accesses and statements of a kernel plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.graph import Graph, Node, Ref
+from esper_ir.opdef import Pointwise, Reduction
+from esper_ir.registry import OPS
+from esper_ir.scalar import Arg, Const, Expr, prim, substitute
+from esper_ir.types import Dim
+from forge.groups import Group, Placement, lowering_kind
+from forge.plan import Access, Compute, Load, Reduce, Stmt, Store
+from forge.views import ONE, View, dense_strides
+
+ZERO = Dim()
+
+
+@dataclass
+class Body:
+    """Accesses (strides over the group's space) and statements, plus what is left for a second stage.
+
+    `partials`: column reduction node -> name of its workspace buffer.
+    """
+
+    accesses: list[Access] = field(default_factory=list)
+    stmts: list[Stmt] = field(default_factory=list)
+    partials: dict[str, str] = field(default_factory=dict)
+
+
+class BodyBuilder:
+    """Lowers one group. `stored` are the values of the group that someone outside reads."""
+
+    def __init__(self, graph: Graph, group: Group, views: Mapping[str, View], stored: set[str]) -> None:
+        self.graph = graph
+        self.group = group
+        self.views = views
+        self.stored = stored
+        self.body = Body()
+        self.names: dict[str, str] = {}
+        self.loaded: dict[tuple[str, tuple[Dim, ...]], str] = {}
+        self.producers = {n.id: n for n in graph}
+
+    def build(self) -> Body:
+        for node in self.group.nodes:
+            if node is self.group.contraction:
+                self._contraction(node)
+            elif lowering_kind(node) == "movement":
+                self._movement(node)
+            elif lowering_kind(node) == "reduction":
+                self._reduction(node)
+            else:
+                self._pointwise(node)
+            if node.id in self.stored and node.id not in self.group.columns:
+                self.store(node.id)
+        return self.body
+
+    def fresh(self) -> str:
+        return f"v{len(self.body.stmts)}"
+
+    def add(self, make: Callable[[str], Stmt]) -> str:
+        name = self.fresh()
+        self.body.stmts.append(make(name))
+        return name
+
+    # Statements ----------------------------------------------------------------------------------------------------
+
+    def _contraction(self, node: Node) -> None:
+        dtype = node.types[0].dtype
+        self.names[node.id] = self.add(lambda n: Compute(n, Arg(0), ("acc",), dtype))
+
+    def _movement(self, node: Node) -> None:
+        source = node.tensors[0]
+        inside = source in self.names
+        self.names[node.id] = self.names[source] if inside else self.load(node.id, self.group.placements[node.id])
+
+    def _pointwise(self, node: Node) -> None:
+        low = OPS[node.op].lowering
+        assert isinstance(low, Pointwise)
+        args: list[str] = []
+        operands: list[Expr] = []
+        for position, ref in enumerate(node.inputs):
+            constant = self.constant(ref)
+            if constant is not None:
+                operands.append(Const(constant))
+                continue
+            operands.append(Arg(len(args)))
+            args.append(self.operand(node, position))
+        expr = substitute(low.body(dict(node.attrs)), operands)
+        dtype = node.types[0].dtype
+        self.names[node.id] = self.add(lambda n: Compute(n, expr, tuple(args), dtype))
+
+    def _reduction(self, node: Node) -> None:
+        low = OPS[node.op].lowering
+        assert isinstance(low, Reduction)
+        column = node.id in self.group.columns
+        source = self.source(node)
+        name = self.add(lambda n: Reduce(n, source, low.combine, "col" if column else "row"))
+        if column:
+            buffer = f"{node.id}:partial"
+            shape = self.graph.types[node.tensors[0]].dtype.compute
+            strides = (ZERO,) * (len(self.group.space) - 1) + (ONE,)
+            self.body.accesses.append(Access(buffer, shape, strides, partial=True))
+            self.body.stmts.append(Store(len(self.body.accesses) - 1, name))
+            self.body.partials[node.id] = buffer
+            return
+        self.names[node.id] = finish_reduction(node, self.graph, name, self.add)
+
+    def source(self, node: Node) -> str:
+        operand = node.tensors[0]
+        if operand in self.names:
+            return self.names[operand]
+        placed = self.group.placements.get(operand)
+        lead = len(self.group.space) - len(self.graph.types[operand].shape)
+        shape = self.graph.types[operand].shape
+        right = tuple(None if size == ONE else lead + axis for axis, size in enumerate(shape))
+        return self.load(operand, placed or right)
+
+    # Operands ------------------------------------------------------------------------------------------------------
+
+    def constant(self, ref: Ref) -> float | int | bool | None:
+        """The number an operand is: a literal, or a `full` (through views)."""
+        if not isinstance(ref, str):
+            return ref
+        node = self.producers.get(self.views[ref].base)
+        if node is not None and lowering_kind(node) == "creation":
+            value = node.attr("value")
+            return value if not isinstance(value, Dim) else _static(value, node)
+        return None
+
+    def operand(self, node: Node, position: int) -> str:
+        ref = node.inputs[position]
+        assert isinstance(ref, str)
+        if ref in self.names:
+            return self.names[ref]
+        out = self.group.placements[node.id]
+        rank, lead = len(self.graph.types[ref].shape), len(node.types[0].shape)
+        sizes = self.graph.types[ref].shape
+        placement = tuple(None if sizes[i] == ONE else out[lead - rank + i] for i in range(rank))
+        return self.load(ref, placement)
+
+    def strides(self, placement: Placement, strides: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        out = [ZERO] * len(self.group.space)
+        for axis, stride in zip(placement, strides, strict=True):
+            if axis is not None:
+                out[axis] = stride
+        return tuple(out)
+
+    def load(self, value: str, placement: Placement) -> str:
+        view = self.views[value]
+        strides = self.strides(placement, view.strides)
+        key = (view.base, strides)
+        if key not in self.loaded:
+            self.body.accesses.append(Access(view.base, self.graph.types[view.base].dtype, strides))
+            at = len(self.body.accesses) - 1
+            self.loaded[key] = self.add(lambda n: Load(n, at))
+        return self.loaded[key]
+
+    def store(self, value: str) -> None:
+        kind = self.graph.types[value]
+        strides = self.strides(self.group.placements[value], dense_strides(kind.shape))
+        self.body.accesses.append(Access(value, kind.dtype, strides))
+        self.body.stmts.append(Store(len(self.body.accesses) - 1, self.names[value]))
+
+
+def finish_reduction(node: Node, graph: Graph, name: str, add: Callable[[Callable[[str], Stmt]], str]) -> str:
+    """Divide by the count for a mean and round to the node's dtype."""
+    low = OPS[node.op].lowering
+    assert isinstance(low, Reduction)
+    dtype = node.types[0].dtype
+    source = graph.types[node.tensors[0]]
+    expr: Expr = Arg(0)
+    if low.mean:
+        count = ONE
+        for axis in node.attr("dims"):
+            count = count * source.shape[axis]
+        expr = prim("div", Arg(0), _static(count, node))
+    if isinstance(expr, Arg) and dtype is source.dtype.compute:
+        return name
+    return add(lambda n: Compute(n, expr, (name,), dtype))
+
+
+def _static(value: Dim, node: Node) -> int:
+    if value.static is None:
+        raise EsperError(
+            "E0532", f"{node.op} needs the symbolic size {value} as a number in a kernel", node=node.id,
+            hint="make the axis static",
+        )  # fmt: skip
+    return value.static
+
+
+def collapse(
+    space: tuple[Dim, ...], accesses: list[Access], barrier: int | None
+) -> tuple[tuple[Dim, ...], list[Access]]:
+    """Merge adjacent axes that every access walks as one; never across `barrier` (the row/column split)."""
+    axes = [[i] for i in range(len(space)) if space[i] != ONE]
+    merged: list[list[int]] = []
+    for axis in axes:
+        previous = merged[-1] if merged else None
+        if previous is not None and axis[0] != barrier and all(_joins(a, previous[-1], axis[0], space) for a in accesses):
+            previous.append(axis[0])
+        else:
+            merged.append(list(axis))
+    sizes = []
+    for group in merged:
+        size = ONE
+        for axis in group:
+            size = size * space[axis]
+        sizes.append(size)
+    out = [Access(a.buffer, a.dtype, tuple(a.strides[g[-1]] for g in merged), a.partial) for a in accesses]
+    return tuple(sizes), out
+
+
+def _joins(access: Access, outer: int, inner: int, space: tuple[Dim, ...]) -> bool:
+    if access.partial:
+        return True
+    return access.strides[outer] == access.strides[inner] * space[inner]
+
+

@@ -1,0 +1,153 @@
+"""The only table of how scalar primitives are spelled in Triton, for the GPU and for its interpreter.
+
+The interpreter has no libdevice and computes bfloat16 wrongly: there every value is float32, and rounding to bfloat16
+is integer arithmetic on the bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+from esper_ir.scalar import Arg, Cast, Const, Expr
+from esper_ir.types import DType
+
+COMMON: dict[str, str] = {
+    "neg": "(-{0})", "abs": "tl.abs({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+    "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})",
+    "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
+    "ge": "({0} >= {1})", "and": "({0} & {1})", "or": "({0} | {1})", "xor": "({0} ^ {1})", "not": "({0} == 0)",
+    "isnan": "({0} != {0})", "where": "tl.where({0}, {1}, {2})", "sign": "_sign({0})",
+    "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "sigmoid": "_sigmoid({0})", "erf": "tl.erf({0})", "rsqrt": "tl.rsqrt({0})",
+    "div": "_div({0}, {1})", "sqrt": "_sqrt({0})",
+}  # fmt: skip
+# Accurate to an ulp or two, as torch's kernels are; tl.exp and friends are the approximate instructions.
+LIBDEVICE: dict[str, str] = {
+    name: f"libdevice.{fn}({', '.join('{%d}' % i for i in range(arity))})"
+    for name, fn, arity in (
+        ("exp", "exp", 1), ("exp2", "exp2", 1), ("expm1", "expm1", 1), ("log", "log", 1), ("log2", "log2", 1),
+        ("log1p", "log1p", 1), ("sin", "sin", 1), ("cos", "cos", 1), ("tanh", "tanh", 1), ("round", "rint", 1),
+        ("trunc", "trunc", 1), ("pow", "pow", 2), ("fmod", "fmod", 2),
+    )
+}  # fmt: skip
+INTERPRETED: dict[str, str] = {
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
+    "log2": "tl.log2({0})", "log1p": "tl.log(1.0 + {0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
+    "tanh": "(2.0 * _sigmoid(2.0 * {0}) - 1.0)", "round": "_round({0})", "trunc": "_trunc({0})",
+    "pow": "tl.exp2({1} * tl.log2({0}))", "fmod": "({0} - {1} * _trunc({0} / {1}))",
+}  # fmt: skip
+
+TRITON_TYPE = {
+    DType.float64: "tl.float64", DType.float32: "tl.float32", DType.bfloat16: "tl.bfloat16",
+    DType.float16: "tl.float16", DType.int64: "tl.int64", DType.int32: "tl.int32", DType.int16: "tl.int16",
+    DType.int8: "tl.int8", DType.uint8: "tl.uint8", DType.bool: "tl.int1",
+}  # fmt: skip
+POINTER_TYPE = {
+    DType.float64: "*fp64", DType.float32: "*fp32", DType.bfloat16: "*bf16", DType.float16: "*fp16",
+    DType.int64: "*i64", DType.int32: "*i32", DType.int16: "*i16", DType.int8: "*i8", DType.uint8: "*u8",
+    DType.bool: "*i1",
+}  # fmt: skip
+
+_HELPERS = '''
+@triton.jit
+def _sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + {exp}) if x.dtype == tl.float32 else 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _div(x, y):
+    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _sqrt(x):
+    return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
+
+
+@triton.jit
+def _sign(x):
+    return tl.where(x > 0, 1, 0).to(x.dtype) - tl.where(x < 0, 1, 0).to(x.dtype)
+
+
+@triton.jit
+def _max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _add(a, b):
+    return a + b
+
+
+@triton.jit
+def _round_fp16(x):
+    return x.to(tl.float16).to(tl.float32)
+
+'''
+_ROUND_GPU = '''
+@triton.jit
+def _round_bf16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+'''
+_ROUND_INTERPRETED = '''
+@triton.jit
+def _round_bf16(x):
+    bits = x.to(tl.int32, bitcast=True)
+    near = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, near)
+
+
+@triton.jit
+def _trunc(x):
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def _round(x):
+    low = tl.floor(x)
+    half = x - low
+    odd = low - 2.0 * tl.floor(low / 2.0)
+    return tl.where((half > 0.5) | ((half == 0.5) & (odd != 0)), low + 1.0, low)
+'''
+
+
+def preamble(interpreted: bool) -> str:
+    """Imports and helper functions of every generated module."""
+    imports = "import triton\nimport triton.language as tl\n"
+    if not interpreted:
+        imports += "from triton.language.extra import libdevice\n"
+    helpers = _HELPERS.replace("{exp}", "tl.exp(-x)" if interpreted else "libdevice.exp(-x)")
+    return imports + "\n" + helpers + (_ROUND_INTERPRETED if interpreted else _ROUND_GPU)
+
+
+def spell(expr: Expr, args: list[str], interpreted: bool) -> str:
+    """Triton text of a scalar expression over the texts of its operands."""
+    if isinstance(expr, Arg):
+        return args[expr.index]
+    if isinstance(expr, Const):
+        return _constant(expr.value)
+    if isinstance(expr, Cast):
+        return rounded(spell(expr.arg, args, interpreted), expr.dtype)
+    table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE
+    return table[expr.name].format(*(spell(a, args, interpreted) for a in expr.args))
+
+
+def rounded(text: str, dtype: DType) -> str:
+    """Value of `text` rounded to `dtype`, held in its compute type."""
+    if dtype is DType.bfloat16:
+        return f"_round_bf16(({text}).to(tl.float32))"
+    if dtype is DType.float16:
+        return f"_round_fp16(({text}).to(tl.float32))"
+    return f"({text}).to({TRITON_TYPE[dtype]})"
+
+
+def _constant(value: float | int | bool) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return 'float("nan")' if math.isnan(value) else f'float("{"-" if value < 0 else ""}inf")'
+    return f"({value!r})" if not isinstance(value, bool) and value < 0 else repr(value)

@@ -1,0 +1,204 @@
+"""Fusion groups: which nodes may share one kernel, and how each value lies in the group's iteration space.
+
+A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of the space it
+runs along (None where its size is 1). Row reductions run over the space's axes from `split` on, column reductions over
+the axes before it; both may live in one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from esper_ir.diagnostics import Rejected
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Contraction, Creation, Movement, Pointwise, Reduction
+from esper_ir.registry import OPS
+from esper_ir.types import Dim
+from forge.views import ONE, permutation
+
+Placement = tuple[int | None, ...]
+
+
+@dataclass
+class Group:
+    """A growing set of nodes. `contraction` is the product that a matmul group starts from."""
+
+    space: tuple[Dim, ...]
+    nodes: list[Node] = field(default_factory=list)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    split: int | None = None
+    contraction: Node | None = None
+    columns: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.nodes[0].id
+
+    def values(self) -> set[str]:
+        return {o for n in self.nodes for o in n.outputs}
+
+
+def lowering_kind(node: Node) -> str:
+    """pointwise, reduction, movement, contraction, creation, or the class name of anything else."""
+    kinds = {Pointwise: "pointwise", Reduction: "reduction", Movement: "movement"}
+    kinds |= {Contraction: "contraction", Creation: "creation"}
+    low = OPS[node.op].lowering
+    return kinds.get(type(low), type(low).__name__.lower())
+
+
+def right_aligned(shape: tuple[Dim, ...], space: tuple[Dim, ...]) -> Placement | None:
+    """Placement of a shape that broadcasts to the space, or None."""
+    lead = len(space) - len(shape)
+    if lead < 0:
+        return None
+    out: list[int | None] = []
+    for axis, size in enumerate(shape):
+        if size == ONE:
+            out.append(None)
+        elif size == space[lead + axis]:
+            out.append(lead + axis)
+        else:
+            return None
+    return tuple(out)
+
+
+class Matcher:
+    """Decides whether a node can join a group, over one graph whose constants (`full`) are folded into their users."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.types = graph.types
+
+    def place(self, group: Group, node: Node) -> Placement | Rejected:
+        """Placement of the node's result in the group."""
+        kind = lowering_kind(node)
+        if kind == "reduction":
+            return self._place_reduction(group, node)
+        if kind == "pointwise":
+            return self._place_pointwise(group, node)
+        if kind == "movement":
+            return self._place_movement(group, node)
+        return Rejected("kind", f"{node.op} is a {kind}")
+
+    def _place_pointwise(self, group: Group, node: Node) -> Placement | Rejected:
+        shape = node.types[0].shape
+        out: list[int | None] = [None] * len(shape)
+        for operand in node.tensors:
+            placement = group.placements.get(operand)
+            if operand in group.columns:
+                return Rejected("column", f"{operand} is complete only after the whole kernel")
+            if placement is None:
+                continue
+            lead = len(shape) - len(placement)
+            for axis, at in enumerate(placement):
+                if at is None:
+                    continue
+                if out[lead + axis] not in (None, at):
+                    return Rejected("placement", f"operands of {node.id} lie along different axes")
+                out[lead + axis] = at
+        return self._complete(group, node, shape, out)
+
+    def _complete(
+        self, group: Group, node: Node, shape: tuple[Dim, ...], out: list[int | None]
+    ) -> Placement | Rejected:
+        """Axes that no operand inside the group fixes are aligned at the right."""
+        lead = len(group.space) - len(shape)
+        for axis, size in enumerate(shape):
+            if size == ONE or out[axis] is not None:
+                continue
+            at = lead + axis
+            if at < 0 or group.space[at] != size or at in out:
+                return Rejected("space", f"{node.id} has shape {_show(shape)}, the group {_show(group.space)}")
+            out[axis] = at
+        known = [a for a in out if a is not None]
+        if known != sorted(set(known)):
+            return Rejected("placement", f"{node.id} would use an axis twice or out of order")
+        return tuple(out)
+
+    def _operand(self, group: Group, name: str) -> Placement | None:
+        if name in group.columns:
+            return None
+        return group.placements.get(name) or right_aligned(self.types[name].shape, group.space)
+
+    def _place_movement(self, group: Group, node: Node) -> Placement | Rejected:
+        source = node.tensors[0]
+        placement = group.placements.get(source)
+        if placement is None or source in group.columns:
+            return Rejected("view", f"{node.id} only moves data from outside")
+        low = OPS[node.op].lowering
+        assert isinstance(low, Movement)
+        old, new = self.types[source].shape, node.types[0].shape
+        if low.kind == "permute":
+            return tuple(placement[i] for i in permutation(node, len(new)))
+        if low.kind == "expand":
+            lead = len(new) - len(old)
+            grown: list[int | None] = [None] * lead + list(placement)
+            return self._complete(group, node, new, grown)
+        kept = [a for a, size in zip(placement, old, strict=True) if size != ONE]
+        if [s for s in old if s != ONE] != [s for s in new if s != ONE]:
+            return Rejected("reshape", f"{node.id} regroups axes")
+        remaining = iter(kept)
+        return tuple(None if size == ONE else next(remaining) for size in new)
+
+    def _place_reduction(self, group: Group, node: Node) -> Placement | Rejected:
+        if group.contraction is not None:
+            return Rejected("kind", "a contraction's tile does not hold whole rows")
+        source = self._operand(group, node.tensors[0])
+        if source is None:
+            return Rejected("space", f"{node.tensors[0]} does not lie in the group's space {_show(group.space)}")
+        dims = set(node.attr("dims"))
+        axes = {source[d] for d in dims} - {None}
+        rank = len(group.space)
+        over = axes == set(range(min(axes), rank)) if axes else False
+        before = axes == set(range(max(axes) + 1)) if axes else False
+        split = min(axes) if over else max(axes) + 1 if before else None
+        if split is None or (group.split is not None and split != group.split):
+            return Rejected("axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}")
+        kept = [a for i, a in enumerate(source) if i not in dims]
+        full = set(source) - {None} == set(range(rank))
+        if not full:
+            return Rejected("broadcast", f"{node.tensors[0]} is broadcast along the axes it is reduced over")
+        return tuple(None if i in dims else a for i, a in enumerate(source)) if node.attr("keepdim") else tuple(kept)
+
+    def join(self, group: Group, node: Node, placement: Placement) -> None:
+        """Put the node in; the placement comes from `place`."""
+        group.nodes.append(node)
+        group.placements[node.id] = placement
+        if lowering_kind(node) != "reduction":
+            return
+        source = self._operand(group, node.tensors[0])
+        assert source is not None
+        axes = [source[d] for d in node.attr("dims") if source[d] is not None]
+        first = min(a for a in axes if a is not None)
+        over = max(a for a in axes if a is not None) == len(group.space) - 1
+        group.split = first if over else max(a for a in axes if a is not None) + 1
+        if not over:
+            group.columns.add(node.id)
+
+    def start(self, node: Node) -> Group:
+        """A group of its own space for a node that joins nothing."""
+        shape = node.types[0].shape
+        if lowering_kind(node) == "reduction":
+            shape = self.types[node.tensors[0]].shape
+        return Group(shape)
+
+    def reaches(self, group: Group, node: Node, owner: Mapping[str, Group]) -> bool:
+        """True if some operand of the node, through other groups, needs this group: joining would make a cycle."""
+        inside = group.values()
+        stack = [v for v in node.tensors if v not in inside]
+        seen: set[int] = set()
+        while stack:
+            other = owner.get(stack.pop())
+            if other is None or id(other) in seen:
+                continue
+            if other is group:
+                return True
+            seen.add(id(other))
+            made = other.values()
+            stack += [v for n in other.nodes for v in n.tensors if v not in made]
+        return False
+
+
+def _show(shape: tuple[Dim, ...]) -> str:
+    return f"[{', '.join(str(s) for s in shape)}]"

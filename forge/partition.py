@@ -1,0 +1,160 @@
+"""Choose groups: every node of a phase graph lands in one fusion group, one extern step, or is a free view.
+
+Greedy in topological order: a node joins the latest group it can, preferring groups that make its operands, then groups
+that read the same values. Every refusal is kept for `explain`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from esper_ir.diagnostics import EsperError, Rejected
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Opaque
+from esper_ir.registry import OPS
+from forge.groups import Group, Matcher, lowering_kind
+from forge.target import Target
+from forge.templates.choice import own_matmul
+from forge.views import View, views
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`node` could not join `group` (or a template did not take it), and why."""
+
+    node: str
+    group: str
+    why: Rejected
+
+
+@dataclass
+class Partition:
+    """Groups in an order in which they can run; `externs` are nodes that become library calls."""
+
+    graph: Graph
+    views: dict[str, View]
+    groups: list[Group] = field(default_factory=list)
+    externs: set[str] = field(default_factory=set)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def partition(graph: Graph, target: Target) -> Partition:
+    """Groups of one phase graph for one target."""
+    out = Partition(graph, dict(views(graph)))
+    matcher = Matcher(graph)
+    owner: dict[str, Group] = {}
+    for node in graph:
+        kind = lowering_kind(node)
+        if kind == "creation" or (kind == "movement" and _moves_freely(node, matcher, out, owner)):
+            continue
+        group = _home(node, matcher, out, owner, target) or _start(node, matcher, out, target)
+        for name in node.outputs:
+            owner[name] = group
+    out.groups = _ordered(out.groups, owner)
+    return out
+
+
+def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group]) -> bool:
+    """A movement costs nothing when the group that makes its operand can follow it (a value of that group then), or
+    when it is a view of memory that exists anyway (users read the stored value through the view).
+    """
+    is_view = out.views[node.id].base != node.id
+    made = owner.get(node.tensors[0])
+    if made is None:
+        return is_view
+    placement = matcher.place(made, node)
+    if isinstance(placement, Rejected):
+        out.refusals.append(Refusal(node.id, made.name, placement))
+    else:
+        matcher.join(made, node, placement)
+    if is_view or not isinstance(placement, Rejected):
+        owner[node.id] = made
+        return True
+    return False
+
+
+def _home(
+    node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group], target: Target
+) -> Group | None:
+    if lowering_kind(node) not in ("pointwise", "reduction", "movement"):
+        return None
+    for group in _candidates(node, out, owner):
+        placement = matcher.place(group, node)
+        if isinstance(placement, Rejected):
+            out.refusals.append(Refusal(node.id, group.name, placement))
+            continue
+        if matcher.reaches(group, node, owner):
+            out.refusals.append(Refusal(node.id, group.name, Rejected("cycle", "an operand needs the group's result")))
+            continue
+        matcher.join(group, node, placement)
+        return group
+    return None
+
+
+def _candidates(node: Node, out: Partition, owner: dict[str, Group]) -> list[Group]:
+    """Groups that make an operand, latest first, then groups that read one of the operands."""
+    open_groups = [g for g in reversed(out.groups) if not (g.contraction and g.contraction.id in out.externs)]
+    operands = {out.views[v].base for v in node.tensors} | set(node.tensors)
+    making = [g for g in open_groups if any(owner.get(v) is g for v in operands)]
+    reading = [
+        g for g in open_groups if g not in making and any(v in operands for n in g.nodes for v in n.tensors)
+    ]
+    return making + reading
+
+
+def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Group:
+    kind = lowering_kind(node)
+    low = OPS[node.op].lowering
+    if isinstance(low, Opaque) or kind not in ("pointwise", "reduction", "movement", "contraction"):
+        raise EsperError("E0530", f"no template lowers {node.op}", node=node.id, hint="esper-forge templates")
+    group = matcher.start(node)
+    out.groups.append(group)
+    if kind == "contraction":
+        group.contraction = node
+        group.nodes.append(node)
+        group.placements[node.id] = tuple(range(len(group.space)))
+        chosen = own_matmul(node, matcher.graph, out.views, target)
+        if isinstance(chosen, Rejected):
+            out.externs.add(node.id)
+            out.refusals.append(Refusal(node.id, "matmul", chosen))
+        return group
+    placement = matcher.place(group, node)
+    if isinstance(placement, Rejected):
+        _single(group, node, matcher, placement)
+        return group
+    matcher.join(group, node, placement)
+    return group
+
+
+def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
+    """A movement that needs a copy, or a reduction over axes that are neither leading nor trailing."""
+    rank = len(group.space)
+    if lowering_kind(node) == "reduction":
+        raise EsperError(
+            "E0531", f"{node.op} over axes {node.attr('dims')} is not supported yet ({why.reason})", node=node.id,
+            hint="permute the operand so that the reduced axes are the last ones",
+        )  # fmt: skip
+    group.nodes.append(node)
+    group.placements[node.id] = tuple(range(rank))
+
+
+def _ordered(groups: list[Group], owner: dict[str, Group]) -> list[Group]:
+    """Topological order of groups (the graph of groups is acyclic by construction)."""
+    done: list[Group] = []
+    placed: set[int] = set()
+
+    def visit(group: Group) -> None:
+        if id(group) in placed:
+            return
+        placed.add(id(group))
+        inside = group.values()
+        for node in group.nodes:
+            for value in node.tensors:
+                maker = owner.get(value)
+                if maker is not None and value not in inside:
+                    visit(maker)
+        done.append(group)
+
+    for group in groups:
+        visit(group)
+    return done

@@ -1,0 +1,66 @@
+"""Which forward values the backward keeps: a minimum cut over the joint graph, priced in bytes of memory traffic.
+
+An edge's capacity is what saving that value costs: a leaf is in memory anyway and is only read again (its bytes once), a
+computed value is written and read (twice). Contractions and reductions are never recomputed; pointwise values and views
+are recomputed for nothing, since they land in a kernel that reads their operands anyway.
+Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form is that of
+torch's functorch partitioner.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import networkx
+
+from esper_ir.graph import Graph
+from forge.groups import lowering_kind
+
+RECOMPUTED = ("pointwise", "movement", "creation")
+
+
+def saved_values(joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the prices."""
+    late = depends_on(joint, cotangents)
+    needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
+    needed |= {o for o in joint.outputs if o in needed}
+    if not needed:
+        return ()
+    flow = _network(joint, late, needed, sizes)
+    _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
+    order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
+    cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
+    return tuple(cut)
+
+
+def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
+    """Values that need one of the roots."""
+    out = set(roots)
+    for node in graph:
+        if out & set(node.tensors):
+            out |= set(node.outputs)
+    return frozenset(out)
+
+
+def _network(joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int]) -> networkx.DiGraph:
+    flow = networkx.DiGraph()
+    leaves = [v for v in joint.inputs if v not in late]
+    for name in leaves:
+        flow.add_edge("source", ("in", name))
+        flow.add_edge(("in", name), ("out", name), capacity=_bytes(joint, name, sizes))
+    for node in joint:
+        if node.id in late:
+            continue
+        for name in node.outputs:
+            flow.add_edge(("in", name), ("out", name), capacity=2 * _bytes(joint, name, sizes) + 1)
+            if lowering_kind(node) not in RECOMPUTED:
+                flow.add_edge("source", ("in", name))
+            for operand in node.tensors:
+                flow.add_edge(("out", operand), ("in", name))
+    for name in needed:
+        flow.add_edge(("out", name), "sink")
+    return flow
+
+
+def _bytes(joint: Graph, name: str, sizes: Mapping[str, int]) -> int:
+    return max(joint.types[name].nbytes.value(sizes), 1)

@@ -1,0 +1,163 @@
+"""Contractions: a tiled product with what follows folded in, or a library call.
+
+Weight gradients have a long contracted axis and few output tiles: their sum is split in a fixed number of parts, written
+in float32 and added in ascending order by a second kernel, which then runs the epilogue.
+"""
+
+from __future__ import annotations
+
+from esper_ir.graph import Graph, Node
+from esper_ir.types import Dim
+from forge.body import collapse
+from forge.emit.triton import next_pow2
+from forge.lowered import Call, Launch, Lowered, Operand, Temp, ceildiv, size_of, symbols
+from forge.plan import Access, KernelPlan, Load, MatmulSpec, MatmulTile, Reduce, Stmt, Store, SumTile
+from forge.templates.rows import RowsInput
+from forge.views import ONE, View, dense_strides, is_dense
+
+ZERO = Dim()
+FILL = 128  # output tiles below which the contracted axis is split
+
+
+def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
+    """The product and its epilogue as kernels."""
+    node = given.group.contraction
+    assert node is not None
+    a, b = (views[v] for v in node.tensors[:2])
+    space, accesses = _two_axes(given, a)
+    depth = a.shape[-1]
+    m, n = space
+    kinds = [given.graph.types[v.base].dtype for v in (a, b)]
+    lead = a.strides[-2] if len(a.strides) > 1 else ZERO
+    spec = MatmulSpec(
+        Access(a.base, kinds[0], (lead, a.strides[-1])), Access(b.base, kinds[1], (b.strides[-2], b.strides[-1])),
+        depth, _precision(node),
+    )  # fmt: skip
+    tile = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
+    tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
+    if tile.split_k == 1:
+        plan = _plan(given, space, accesses, given.body.stmts, tile, spec)
+        return Lowered("matmul", (Launch(plan, (size_of(tiles), 1, 1)),))
+    return _split(given, space, accesses, tile, spec, tiles)
+
+
+def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]:
+    """The group's space as (m, n): leading axes merge because the left operand walks them as one."""
+    rank = len(given.group.space)
+    space, accesses = collapse(given.group.space, given.body.accesses, rank - 1)
+    while len(space) < 2:
+        outer = given.group.space[-1] != ONE
+        space = (ONE, *space) if outer else (*space, ONE)
+        accesses = [
+            Access(x.buffer, x.dtype, (ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses
+        ]
+    assert len(space) == 2, "an epilogue operand keeps the leading axes apart"
+    return (space[0], space[1]), accesses
+
+
+def _precision(node: Node) -> str:
+    named = dict(node.attrs).get("precision", "ieee")
+    return {"bf16x3": "bf16x3", "tf32": "tf32"}.get(str(named), "ieee")
+
+
+def _plan(
+    given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], stmts: list[Stmt], tile: MatmulTile,
+    spec: MatmulSpec,
+) -> KernelPlan:  # fmt: skip
+    walked = (*accesses, spec.a, spec.b)
+    used = symbols(*space, spec.k, *(s for x in walked for s in x.strides))
+    return KernelPlan(given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=_far(given, space, spec))
+
+
+def _far(given: RowsInput, space: tuple[Dim, Dim], spec: MatmulSpec) -> bool:
+    ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
+    pairs = (space[0] * space[1], space[0] * spec.k, spec.k * space[1])
+    highs = [p.bounds(ranges)[1] for p in pairs]
+    return any(h is None or h + 2**20 >= 2**31 for h in highs)
+
+
+def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
+    """A prior by shape: tiles no larger than the product, the contracted axis split when tiles cannot fill a card."""
+    block_n = min(max(next_pow2(n), 16), 128)
+    block_m = min(max(next_pow2(m), 16), 64 if m < 4096 else 128)
+    block_k = min(max(next_pow2(k), 16), 64 if itemsize == 2 else 32)
+    tiles = -(-m // block_m) * -(-n // block_n)
+    split = 1
+    while tiles * split < FILL and k // (split * 2) >= 4 * block_k:
+        split *= 2
+    warps = 8 if block_m * block_n >= 128 * 128 else 4
+    return MatmulTile(block_m, block_n, block_k, warps, 3 if k // split >= 4 * block_k else 2, 8, split)
+
+
+def _split(
+    given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], tile: MatmulTile, spec: MatmulSpec, tiles: Dim
+) -> Lowered:
+    node = given.group.contraction
+    assert node is not None
+    buffer = f"{node.id}:parts"
+    kind = spec.a.dtype.compute
+    m, n = space
+    flat = m * n
+    part = Access(buffer, kind, (n, ONE), partial=True)
+    first = _plan(given, space, [part], [Store(0, "acc")], tile, spec)
+    stmts: list[Stmt] = [Load("part", 0), Reduce("acc", "part", "sum", "col"), *given.body.stmts]
+    shifted = [Store(s.access + 1, s.value) if isinstance(s, Store) else s for s in stmts[2:]]
+    shifted = [Load(s.name, s.access + 1) if isinstance(s, Load) else s for s in shifted]
+    joined, walked = collapse(space, accesses, None)
+    if len(joined) != 1:
+        return _plain(given, space, accesses, tile, spec, tiles)
+    outs = [Access(x.buffer, x.dtype, (ZERO, *x.strides)) for x in walked]
+    wide = 256
+    total = KernelPlan(
+        given.name + "_sum", (Dim.of(tile.split_k), flat), (Access(buffer, kind, (flat, ONE)), *outs),
+        (*stmts[:2], *shifted), SumTile(min(tile.split_k, 16), wide, 4), symbols(flat),
+    )  # fmt: skip
+    steps = (
+        Launch(first, (size_of(tiles), tile.split_k, 1)),
+        Launch(total, (size_of(ceildiv(flat, wide)), 1, 1)),
+    )
+    return Lowered("matmul split", steps, {buffer: Temp(kind, (Dim.of(tile.split_k), flat))})
+
+
+def _plain(
+    given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], tile: MatmulTile, spec: MatmulSpec, tiles: Dim
+) -> Lowered:
+    """An epilogue that broadcasts cannot run on the flattened sum: no split."""
+    whole = MatmulTile(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, 1)
+    plan = _plan(given, space, accesses, given.body.stmts, whole, spec)
+    return Lowered("matmul", (Launch(plan, (size_of(tiles), 1, 1)),))
+
+
+def extern(node: Node, graph: Graph, views: dict[str, View]) -> Lowered:
+    """The library's product: 2-d with the leading axes merged where memory allows, else batched."""
+    a, b = (views[v] for v in node.tensors[:2])
+    out = graph.types[node.id]
+    m, n, k = out.shape[-2] if out.rank > 1 else ONE, out.shape[-1], a.shape[-1]
+    if len(b.shape) == 2 and len(a.shape) > 2 and is_dense(a):
+        for size in out.shape[:-2]:
+            m = m * size
+        a = View(a.base, (m, k), (k, ONE))
+    op = "mm" if len(a.shape) == 2 else "matmul"
+    shape = (m, n) if op == "mm" else out.shape
+    return Lowered("extern", (Call(op, (operand(a), operand(b)), Operand(node.id, shape)),))
+
+
+def operand(view: View) -> Operand:
+    """A view as reshape-then-permute of dense memory: axes sorted by stride, largest first."""
+    order = sorted(range(len(view.shape)), key=lambda i: _rank(view, i))
+    shape = tuple(view.shape[i] for i in order)
+    strides = tuple(view.strides[i] for i in order)
+    if strides != dense_strides(shape):
+        raise NotDense(view.base)
+    permute = tuple(order.index(i) for i in range(len(order)))
+    return Operand(view.base, shape, () if permute == tuple(range(len(permute))) else permute)
+
+
+def _rank(view: View, axis: int) -> tuple[int, int]:
+    """Sort key: axes whose stride is a multiple of more sizes come first; the position breaks ties."""
+    stride = view.strides[axis]
+    return (-sum(len(m) * 64 + abs(c).bit_length() for m, c in stride.terms), axis)
+
+
+class NotDense(Exception):
+    """The operand of a library call is not a permutation of dense memory; it is copied first."""

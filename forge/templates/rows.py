@@ -1,0 +1,178 @@
+"""Rows: pointwise work with reductions along rows, down columns, or both, one pass over the data.
+
+A program owns a fixed block of rows. Column results (weight gradients of norms, bias gradients) are kept per program in
+registers and written once as a partial row; a second kernel adds the partial rows in ascending order. The number of
+partial rows depends on the number of rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.graph import Graph
+from esper_ir.opdef import Reduction
+from esper_ir.registry import OPS
+from esper_ir.types import Dim
+from forge.body import Body, collapse, finish_reduction
+from forge.emit.triton import next_pow2
+from forge.groups import Group
+from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
+from forge.plan import Access, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
+from forge.target import Target
+from forge.views import ONE
+
+ZERO = Dim()
+# Elements of one row that stay in registers; beyond it a row is swept in blocks.
+WHOLE_ROW = 16384
+TILE = 4096
+PARTIALS = 512
+
+
+@dataclass(frozen=True)
+class RowsInput:
+    """A group ready for the template: its body over the group's space, and sizes to tune for."""
+
+    graph: Graph
+    group: Group
+    body: Body
+    target: Target
+    sizes: dict[str, int]
+    name: str
+
+
+def lower(given: RowsInput) -> Lowered:
+    """Kernels for a group without a contraction."""
+    space, accesses = collapse(given.group.space, given.body.accesses, given.group.split)
+    reducing = any(isinstance(s, Reduce) for s in given.body.stmts)
+    if not reducing:
+        return _pointwise(given, space, accesses)
+    space, accesses, split = _two_sided(given, space, accesses)
+    if len(space) - split != 1:
+        raise EsperError(
+            "E0533", "the reduced axes are not one run of memory for every operand", node=given.group.name,
+            hint="esper-forge explain shows the group",
+        )  # fmt: skip
+    return _rows(given, space, accesses)
+
+
+def _two_sided(
+    given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]
+) -> tuple[tuple[Dim, ...], list[Access], int]:
+    """Axes before and from the split on, in collapsed terms; a side without axes gets one of size 1."""
+    rows = ONE
+    for size in given.group.space[: given.group.split or 0]:
+        rows = rows * size
+    split, product = 0, ONE
+    while split < len(space) and product != rows:
+        product = product * space[split]
+        split += 1
+    if split == 0:
+        space = (ONE, *space)
+        accesses = [Access(a.buffer, a.dtype, (ZERO, *a.strides), a.partial) for a in accesses]
+        split = 1
+    if split == len(space):
+        space = (*space, ONE)
+        accesses = [Access(a.buffer, a.dtype, (*a.strides, ZERO), a.partial) for a in accesses]
+    return space, accesses, split
+
+
+def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
+    if not space:
+        space, accesses = (ONE,), [Access(a.buffer, a.dtype, (ZERO,), a.partial) for a in accesses]
+    total = ONE
+    for size in space:
+        total = total * size
+    if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2):
+        return _rows(given, space, accesses)
+    block = 1024 if given.target.kind != "cpu" else 16384
+    tile = PointTile(block, 4)
+    return Lowered("pointwise", (_launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, block)),))
+
+
+def _launch(
+    given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], stmts: list[Stmt],
+    tile: RowTile | PointTile | SumTile, programs: Dim, columns: Dim = ONE, suffix: str = "",
+) -> Launch:  # fmt: skip
+    used = symbols(*space, *(s for a in accesses for s in a.strides))
+    plan = KernelPlan(
+        given.name + suffix, space, tuple(accesses), tuple(stmts), tile, used, wide=_wide(given, space, accesses)
+    )
+    return Launch(plan, (size_of(programs), size_of(columns), 1))
+
+
+def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> bool:
+    """64-bit indices when some element offset over the declared range may pass 2**31."""
+    ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
+    for access in accesses:
+        reach = ONE
+        for size, stride in zip(space, access.strides, strict=True):
+            reach = reach + size * stride
+        high = reach.bounds(ranges)[1]
+        if high is None or high + 2**20 >= 2**31:
+            return True
+    return False
+
+
+def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
+    stmts = given.body.stmts
+    row_reduce = any(isinstance(s, Reduce) and s.axis == "row" for s in stmts)
+    col_reduce = any(isinstance(s, Reduce) and s.axis == "col" for s in stmts)
+    rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
+    cols = space[-1].value(given.sizes)
+    if given.target.kind == "cpu":
+        per = max(-(-rows // 64), 1) if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
+        return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
+    whole = space[-1].static is not None and cols <= WHOLE_ROW
+    wide = next_pow2(max(cols, 1)) if whole else 4096
+    if not row_reduce:
+        wide = min(wide, 1024 if not col_reduce else 512)
+    if col_reduce and row_reduce and not whole:
+        raise EsperError("E0535", "row and column reductions over rows too long for registers", node=given.group.name)
+    block = max(min(TILE // wide, 64), 1)
+    warps = min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8)
+    per = next_pow2(max(-(-rows // PARTIALS), block)) if col_reduce else block
+    return RowTile(block, max(per, block), wide, next_pow2(warps))
+
+
+def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
+    tile = _tile(given, space)
+    row_reduce = any(isinstance(s, Reduce) and s.axis == "row" for s in given.body.stmts)
+    rows = KernelPlan("", space, (), (), tile, ()).rows
+    programs = ceildiv(rows, tile.rows_per_program)
+    columns = ONE if row_reduce or given.target.kind == "cpu" else ceildiv(space[-1], tile.block_cols)
+    steps = [_launch(given, space, accesses, given.body.stmts, tile, programs, columns)]
+    temps = {p: Temp(_dtype(given, n), (programs, space[-1])) for n, p in given.body.partials.items()}
+    if given.body.partials:
+        steps.append(_second_stage(given, programs, space[-1]))
+    return Lowered("rows", tuple(steps), temps)
+
+
+def _dtype(given: RowsInput, node: str):  # noqa: ANN202
+    return given.graph.types[given.graph.by_output[node].tensors[0]].dtype.compute
+
+
+def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
+    """All partial workspaces of the group in one kernel."""
+    accesses: list[Access] = []
+    stmts: list[Stmt] = []
+
+    def add(make) -> str:  # noqa: ANN001
+        name = f"v{len(stmts)}"
+        stmts.append(make(name))
+        return name
+
+    for node_id, buffer in given.body.partials.items():
+        node = given.graph.by_output[node_id]
+        accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
+        at = len(accesses) - 1
+        loaded = add(lambda n, at=at: Load(n, at))
+        low = OPS[node.op].lowering
+        assert isinstance(low, Reduction)
+        total = add(lambda n, v=loaded, how=low.combine: Reduce(n, v, how, "col"))
+        value = finish_reduction(node, given.graph, total, add)
+        accesses.append(Access(node_id, node.types[0].dtype, (ZERO, ONE)))
+        stmts.append(Store(len(accesses) - 1, value))
+    wide = 64 if given.target.kind != "cpu" else 1024
+    tile = SumTile(32 if given.target.kind != "cpu" else 1, wide, 4)
+    return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, wide), suffix="_sum")

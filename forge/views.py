@@ -1,0 +1,86 @@
+"""Movement without arithmetic as strided views, so that it costs nothing where a kernel can read through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Movement
+from esper_ir.registry import OPS
+from esper_ir.types import Dim
+
+ONE = Dim.of(1)
+ZERO = Dim()
+
+
+@dataclass(frozen=True)
+class View:
+    """`base` (a value with memory of its own) read with `strides` in elements, one per axis of `shape`; no offset."""
+
+    base: str
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+
+
+def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Row-major strides in elements; an axis of size 1 has stride 0."""
+    out: list[Dim] = []
+    step = ONE
+    for size in reversed(shape):
+        out.append(ZERO if size == ONE else step)
+        step = step * size
+    return tuple(reversed(out))
+
+
+def is_dense(view: View) -> bool:
+    return view.strides == dense_strides(view.shape)
+
+
+def movement(node: Node) -> str | None:
+    """Kind of a movement node, else None."""
+    lowering = OPS[node.op].lowering
+    return lowering.kind if isinstance(lowering, Movement) else None
+
+
+def views(graph: Graph) -> Mapping[str, View]:
+    """How each value can be read: through its base where it is a view, from its own memory otherwise."""
+    out: dict[str, View] = {n: View(n, t.shape, dense_strides(t.shape)) for n, t in graph.inputs.items()}
+    for node in graph:
+        for name, kind in zip(node.outputs, node.types, strict=True):
+            out[name] = View(name, kind.shape, dense_strides(kind.shape))
+        moved = _move(node, out[node.tensors[0]]) if movement(node) else None
+        if moved is not None:
+            out[node.id] = moved
+    return out
+
+
+def _move(node: Node, source: View) -> View | None:
+    shape = node.types[0].shape
+    kind = movement(node)
+    if kind == "expand":
+        lead = len(shape) - len(source.shape)
+        strides = [ZERO] * lead + [
+            ZERO if old == ONE else stride for old, stride in zip(source.shape, source.strides, strict=True)
+        ]
+        return View(source.base, shape, tuple(strides))
+    if kind == "permute":
+        order = permutation(node, len(shape))
+        return View(source.base, shape, tuple(source.strides[i] for i in order))
+    return _reshape(source, shape)
+
+
+def permutation(node: Node, rank: int) -> tuple[int, ...]:
+    """Axis order of a permute node: output axis i is input axis order[i]."""
+    return tuple(int(d) % rank for d in node.attr("dims"))
+
+
+def _reshape(source: View, shape: tuple[Dim, ...]) -> View | None:
+    """Dense memory reshapes freely; otherwise only axes of size 1 may come and go."""
+    if is_dense(source):
+        return View(source.base, shape, dense_strides(shape))
+    old = [(size, stride) for size, stride in zip(source.shape, source.strides, strict=True) if size != ONE]
+    if [size for size, _ in old] != [size for size in shape if size != ONE]:
+        return None
+    remaining = iter(old)
+    return View(source.base, shape, tuple(ZERO if size == ONE else next(remaining)[1] for size in shape))
