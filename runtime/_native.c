@@ -1,0 +1,259 @@
+/* Launches all kernels of a plan's segment in one call: argument blocks on the stack, the interpreter released.
+ *
+ * segment(words: bytes) -> capsule       the layout is that of runtime.dispatch.encode
+ * launch(capsule, stream: int, slots: list) -> None | (code, number)
+ * counts(capsule) -> list[int]           how often each choice of each launch was taken
+ *
+ * Slots are tensors (asked for data_ptr()) or integers. Only CPython's limited API and no torch header is used: one
+ * binary serves every Python from 3.11 and every torch. The driver's functions arrive as addresses.
+ */
+#define PY_SSIZE_T_CLEAN
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define NAME "runtime._native.segment"
+#define MAX_BUFFERS 256
+#define MAX_ARGS 256
+#define NULL_SLOT (-1)
+#define NO_VARIANT (-2)
+
+typedef int (*cuda_launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                           void **);
+typedef int (*cuda_clear)(void *, unsigned char, size_t, void *);
+typedef void (*cpu_entry)(void *const *, int64_t, int64_t, int64_t);
+
+typedef struct {
+    const int64_t *grid; /* gx gy gz nargs nchoices */
+    const int64_t *args; /* (is buffer, value) */
+    const int64_t *choices;
+    int64_t *counts;
+} step;
+
+typedef struct {
+    int64_t kind, nslots, nplaces, nzeros, nsteps, nchoices;
+    cuda_launch launch;
+    cuda_clear clear;
+    const int64_t *nullable, *places, *zeros;
+    int64_t *words, *counts;
+    step *steps;
+} segment;
+
+static PyObject *data_ptr;
+static void *null_argument = NULL;
+
+static void release(segment *s) {
+    if (s) {
+        free(s->words);
+        free(s->counts);
+        free(s->steps);
+        free(s);
+    }
+}
+
+static void destroy(PyObject *capsule) { release((segment *)PyCapsule_GetPointer(capsule, NAME)); }
+
+/* Every count and index is checked here, so that launch can trust them. */
+static int read_steps(segment *s, const int64_t *w, const int64_t *end) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < s->nsteps; i++) {
+        step *t = &s->steps[i];
+        if (end - w < 5 || w[3] < 0 || w[3] > MAX_ARGS - 8 || w[4] < 1 || w[4] > 64) return 0;
+        t->grid = w;
+        t->args = w + 5;
+        w += 5 + 2 * t->grid[3];
+        if (w > end) return 0;
+        for (int64_t a = 0; a < t->grid[3]; a++)
+            if (t->args[2 * a] && (t->args[2 * a + 1] < 0 || t->args[2 * a + 1] >= s->nplaces)) return 0;
+        t->choices = w;
+        for (int64_t c = 0; c < t->grid[4]; c++, total++) {
+            if (end - w < 5 || w[3] < 0 || w[3] > 8 || w[4] < 0 || w[4] > end - w - 5) return 0;
+            for (int64_t k = 0; k < w[4]; k++)
+                if (w[5 + k] < 0 || w[5 + k] >= s->nplaces) return 0;
+            w += 5 + w[4];
+        }
+    }
+    s->nchoices = total;
+    s->counts = calloc(total + 1, sizeof(int64_t));
+    if (!s->counts) return 0;
+    total = 0;
+    for (int64_t i = 0; i < s->nsteps; i++) {
+        s->steps[i].counts = s->counts + total;
+        total += s->steps[i].grid[4];
+    }
+    return w == end;
+}
+
+static int read_segment(segment *s, const char *bytes, Py_ssize_t size) {
+    int64_t n = size / 8;
+    if (size % 8 || n < 7) return 0;
+    s->words = malloc(size);
+    if (!s->words) return 0;
+    memcpy(s->words, bytes, size);
+    const int64_t *w = s->words, *end = w + n;
+    s->kind = w[0];
+    s->launch = (cuda_launch)(intptr_t)w[1];
+    s->clear = (cuda_clear)(intptr_t)w[2];
+    s->nslots = w[3];
+    s->nplaces = w[4];
+    s->nzeros = w[5];
+    s->nsteps = w[6];
+    if (s->nslots < 0 || s->nslots > MAX_BUFFERS || s->nplaces < 0 || s->nplaces > MAX_BUFFERS) return 0;
+    if (s->nzeros < 0 || s->nzeros > n || s->nsteps < 0 || s->nsteps > n) return 0;
+    s->nullable = w + 7;
+    s->places = s->nullable + s->nslots;
+    s->zeros = s->places + 2 * s->nplaces;
+    w = s->zeros + 3 * s->nzeros;
+    if (w > end) return 0;
+    for (int64_t i = 0; i < s->nplaces; i++)
+        if (s->places[2 * i] < -1 || s->places[2 * i] >= s->nslots) return 0;
+    for (int64_t i = 0; i < s->nzeros; i++)
+        if (s->zeros[3 * i] < 0 || s->zeros[3 * i] >= s->nslots) return 0;
+    s->steps = calloc(s->nsteps + 1, sizeof(step));
+    return s->steps && read_steps(s, w, end);
+}
+
+static PyObject *make_segment(PyObject *self, PyObject *arg) {
+    char *bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(arg, &bytes, &size)) return NULL;
+    segment *s = calloc(1, sizeof(segment));
+    if (!s) return PyErr_NoMemory();
+    if (!read_segment(s, bytes, size)) {
+        release(s);
+        PyErr_SetString(PyExc_ValueError, "malformed segment");
+        return NULL;
+    }
+    PyObject *capsule = PyCapsule_New(s, NAME, destroy);
+    if (!capsule) release(s);
+    return capsule;
+}
+
+/* Addresses of all slots; 0 ok, 1 Python error, 2 a slot without memory (its number in *at). */
+static int addresses_of(segment *s, PyObject *slots, int64_t *base, int64_t *at) {
+    for (int64_t i = 0; i < s->nslots; i++) {
+        PyObject *item = PyList_GetItem(slots, i); /* borrowed */
+        if (!item) return 1;
+        if (PyLong_Check(item)) {
+            base[i] = (int64_t)PyLong_AsUnsignedLongLong(item);
+        } else {
+            PyObject *value = PyObject_CallMethodObjArgs(item, data_ptr, NULL);
+            if (!value) return 1;
+            base[i] = (int64_t)PyLong_AsUnsignedLongLong(value);
+            Py_DECREF(value);
+        }
+        if (base[i] == -1 && PyErr_Occurred()) return 1;
+        if (!base[i] && !s->nullable[i]) {
+            *at = i;
+            return 2;
+        }
+    }
+    return 0;
+}
+
+static const int64_t *choose(const step *t, const int64_t *address) {
+    const int64_t *c = t->choices;
+    for (int64_t i = 0; i < t->grid[4]; i++, c += 5 + c[4]) {
+        int64_t bits = 0;
+        for (int64_t k = 0; k < c[4]; k++) bits |= address[c[5 + k]];
+        if (!(bits & 15)) {
+            __atomic_fetch_add(&t->counts[i], 1, __ATOMIC_RELAXED);
+            return c;
+        }
+    }
+    return NULL;
+}
+
+static int run_step(const segment *s, const step *t, const int64_t *address, void *stream) {
+    void *args[MAX_ARGS];
+    const int64_t *g = t->grid, *c;
+    int64_t n = g[3];
+    if (!g[0] || !g[1] || !g[2]) return 0;
+    c = choose(t, address);
+    if (!c) return NO_VARIANT;
+    for (int64_t a = 0; a < n; a++)
+        args[a] = t->args[2 * a] ? (void *)&address[t->args[2 * a + 1]] : (void *)&t->args[2 * a + 1];
+    if (!s->kind) {
+        ((cpu_entry)(intptr_t)c[0])(args, g[0], g[1], g[2]);
+        return 0;
+    }
+    for (int64_t a = 0; a < c[3]; a++) args[n + a] = (void *)&null_argument;
+    return s->launch((void *)(intptr_t)c[0], g[0], g[1], g[2], c[1], 1, 1, c[2], stream, args, NULL);
+}
+
+static int run(const segment *s, const int64_t *base, void *stream, int64_t *at) {
+    int64_t address[MAX_BUFFERS];
+    for (int64_t i = 0; i < s->nplaces; i++)
+        address[i] = s->places[2 * i] < 0 ? 0 : base[s->places[2 * i]] + s->places[2 * i + 1];
+    for (int64_t i = 0; i < s->nzeros; i++) {
+        const int64_t *z = s->zeros + 3 * i;
+        void *to = (void *)(intptr_t)(base[z[0]] + z[1]);
+        int code = 0;
+        if (s->kind)
+            code = s->clear(to, 0, z[2], stream);
+        else
+            memset(to, 0, z[2]);
+        if (code) return code;
+    }
+    for (*at = 0; *at < s->nsteps; ++*at) {
+        int code = run_step(s, &s->steps[*at], address, stream);
+        if (code) return code;
+    }
+    return 0;
+}
+
+static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    int64_t base[MAX_BUFFERS], at = 0;
+    if (n != 3 || !PyList_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "launch(segment, stream, slots: list)");
+        return NULL;
+    }
+    segment *s = PyCapsule_GetPointer(args[0], NAME);
+    if (!s) return NULL;
+    uint64_t stream = PyLong_AsUnsignedLongLong(args[1]);
+    if (stream == (uint64_t)-1 && PyErr_Occurred()) return NULL;
+    int code = addresses_of(s, args[2], base, &at);
+    if (code == 1) return NULL;
+    if (code == 2) {
+        code = NULL_SLOT;
+    } else {
+        PyThreadState *state = PyEval_SaveThread();
+        code = run(s, base, (void *)(uintptr_t)stream, &at);
+        PyEval_RestoreThread(state);
+    }
+    if (code) return Py_BuildValue("iL", code, (long long)at);
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
+static PyObject *counts(PyObject *self, PyObject *capsule) {
+    segment *s = PyCapsule_GetPointer(capsule, NAME);
+    if (!s) return NULL;
+    PyObject *out = PyList_New(s->nchoices);
+    for (int64_t i = 0; out && i < s->nchoices; i++) {
+        PyObject *value = PyLong_FromLongLong(__atomic_load_n(&s->counts[i], __ATOMIC_RELAXED));
+        if (!value || PyList_SetItem(out, i, value)) {
+            Py_DECREF(out);
+            return NULL;
+        }
+    }
+    return out;
+}
+
+static PyMethodDef methods[] = {
+    {"segment", make_segment, METH_O, "capsule of an encoded segment"},
+    {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch a segment on a stream"},
+    {"counts", counts, METH_O, "how often each choice was taken"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    data_ptr = PyUnicode_InternFromString("data_ptr");
+    return data_ptr ? PyModule_Create(&module) : NULL;
+}

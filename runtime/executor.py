@@ -1,0 +1,410 @@
+"""Runs plans: sizes read from shapes, guards as integer comparisons, memory from torch's allocator, one
+launch call.
+
+A `Program` is one artifact on one device. `Program.run(plan, tensors)` is the plain entry that serves the
+tuner, the gauntlet and tests; `runtime.binding` goes the shorter way through `admit` and `ready`.
+Everything bound to sizes is memoised (bounded); nothing that is memoised changes afterwards, so that all
+of it is safe from any number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from library.canon import canonical_json
+from library.launch import ExternStep, Interface, LaunchManifest, Plan, evaluate, to_json
+from runtime import externs
+from runtime.code import Code
+from runtime.dispatch import Dispatch, Segment, dispatcher
+from runtime.errors import fail
+from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out
+from runtime.memo import Memo
+
+READY_LIMIT = 256
+Dims = tuple[int, ...]
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", torch.empty_strided)
+_empty_cuda: Callable[..., Tensor] | None = getattr(_guards, "_empty_strided_cuda", None)
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+class Counters:
+    """What happened while a block or a program ran. Plain numbers: a lost update under threads is no harm."""
+
+    __slots__ = ("launches", "eager_fallbacks", "copies", "loads", "flag_mismatches")
+
+    def __init__(self) -> None:
+        self.launches = self.eager_fallbacks = self.copies = self.loads = self.flag_mismatches = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Extern:
+    """One library call of a plan, bound to slots."""
+
+    def __init__(self, call: ExternCall, program: Program) -> None:
+        self.call, self.program = call, program
+        self._run = externs.prepare(call.step.op, call.step.attrs, len(call.inputs))
+        ieee = call.step.attrs.get("precision", "ieee") == "ieee"
+        self._watch = ieee and program.device.type == "cuda" and externs.TABLE[call.step.op].contraction
+
+    def __call__(self, stream: int, slots: list[Any]) -> None:
+        inputs = [view.of(slots[slot]) for slot, view in self.call.inputs]
+        slot, view = self.call.out
+        if self._watch and inputs[-1].dtype is torch.float32 and externs.tf32_in_force():
+            self.program.mismatch(self.call.step)
+        self._run(inputs, view.of(slots[slot]))
+
+
+class Ready:
+    """One plan for one tuple of sizes, launch-ready. `ready(feeds)` appends fresh memory to the list and
+    launches."""
+
+    __slots__ = ("plan", "dims", "layout", "launches", "parts", "_single", "_fresh", "_empty", "_index")
+
+    def __init__(self, program: Program, plan: Plan, dims: Dims, layout: Layout) -> None:
+        self.plan, self.dims, self.layout = plan, dims, layout
+        self.launches = sum(len(p.launches) if isinstance(p, Segment) else 1 for p in layout.parts)
+        self.parts = tuple(program.bind(part) for part in layout.parts)
+        self._single = self.parts[0] if len(self.parts) == 1 else None
+        self._fresh = tuple((f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh)
+        self._empty, self._index = program.empty, program.index
+
+    def __call__(self, slots: list[Any]) -> list[Any]:
+        empty = self._empty
+        for shape, stride, dtype in self._fresh:
+            slots.append(empty(shape, stride, dtype))
+        stream = _raw_stream(self._index) if self._index >= 0 else 0
+        if self._single is not None:
+            self._single(stream, slots)
+            return slots
+        for part in self.parts:
+            part(stream, slots)
+        return slots
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """E0810, E0811, E0821 unless what the caller passes is what the plan's buffers say."""
+        for slot, name, shape, dtype in self.layout.expected:
+            tensor = tensors[slot]
+            if tuple(tensor.shape) != shape:
+                raise fail(
+                    "E0810",
+                    f"buffer {name} has the shape {list(tensor.shape)}, expected {list(shape)}",
+                    node=name,
+                )
+            if tensor.dtype is not getattr(torch, dtype):
+                raise fail("E0811", f"buffer {name} has dtype {tensor.dtype}, expected {dtype}", node=name)
+            if not tensor.is_contiguous():
+                raise fail("E0821", f"buffer {name} is not dense", node=name)
+
+    def variants(self) -> list[dict[str, Any]]:
+        """Per launch: its group and how often each kernel was chosen."""
+        out: list[dict[str, Any]] = []
+        for part in self.parts:
+            if not isinstance(part, Dispatch):
+                out.append({"group": part.call.step.group, "extern": part.call.step.op})
+                continue
+            for launch, counts in zip(part.segment.launches, part.counts(), strict=True):
+                chosen = {c.kernel: n for c, n in zip(launch.choices, counts, strict=True)}
+                out.append({"group": launch.group, "grid": list(launch.grid), "chosen": chosen})
+        return out
+
+
+class Program:
+    """One artifact on one device. `code` holds the mapped or loaded kernels; `native` forces a dispatcher."""
+
+    def __init__(
+        self,
+        artifact_id: str,
+        launch: LaunchManifest,
+        code: Code,
+        *,
+        native: bool | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.artifact_id, self.launch, self.code = artifact_id, launch, code
+        self.interface: Interface = launch.interface
+        self.device: torch.device = code.device
+        self.index = -1 if code.device.type == "cpu" else int(code.device.index or 0)
+        self.native, self.strict, self.counters = native, strict, Counters()
+        self.functions = Functions({k.name: k for k in launch.kernels}, code.address)
+        self.saved_count = _saved_count(launch)
+        self.dim_names = tuple(d.name for d in self.interface.dims)
+        self.dtypes = tuple(getattr(torch, spec.dtype) for spec in self.interface.inputs)
+        self._ready: Memo[Any, Ready] = Memo(READY_LIMIT)
+        self._known: Memo[Any, Dims] = Memo(READY_LIMIT)
+        self.empty = self._allocator()
+
+    def _allocator(self) -> Callable[..., Tensor]:
+        if self.index < 0:
+            return _empty_cpu
+        if _empty_cuda is not None:
+            return _empty_cuda  # on torch's current device: callers have made it ours
+        device = self.device
+        return lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def bind(self, part: Segment | ExternCall) -> Dispatch | Extern:
+        """A part of a layout as something to call with (stream, slots)."""
+        if isinstance(part, Segment):
+            return dispatcher(part, self.code.driver, self.index, self.native)
+        return Extern(part, self)
+
+    def mismatch(self, step: ExternStep) -> None:
+        """A process-wide flag changes the meaning of a library call: counted, refused when strict (E0808)."""
+        self.counters.flag_mismatches += 1
+        if self.strict:
+            raise fail(
+                "E0808",
+                f"{step.group} is declared ieee, but torch computes fp32 products in TF32 now",
+                node=step.group,
+                hint="torch.backends.cuda.matmul.allow_tf32 = False",
+            )
+
+    # -- sizes
+    # ---------------------------------------------------------------------------------------------------
+
+    def dims_of(self, shapes: Sequence[Sequence[int]]) -> Dims:
+        """Value of every dim from the shapes of the interface's inputs, everything checked. E0810, E0813."""
+        specs = self.interface.inputs
+        if len(shapes) != len(specs):
+            raise fail(
+                "E0810",
+                f"takes {len(specs)} tensors ({', '.join(s.name for s in specs)}), got {len(shapes)}",
+                node=self.artifact_id,
+            )
+        for spec, shape in zip(specs, shapes, strict=True):
+            if len(shape) != len(spec.shape):
+                raise fail(
+                    "E0810", f"{spec.name} has rank {len(shape)}, declared {list(spec.shape)}", node=spec.name
+                )
+        dims = {d.name: int(shapes[d.tensor][d.axis]) for d in self.interface.dims}
+        self._check_ranges(dims)
+        for spec, shape in zip(specs, shapes, strict=True):
+            wanted = tuple(evaluate(s, dims) for s in spec.shape)
+            if wanted != tuple(shape):
+                raise fail(
+                    "E0810",
+                    f"{spec.name} has the shape {list(shape)}, expected {list(wanted)}",
+                    node=spec.name,
+                )
+        return tuple(dims.values())
+
+    def _check_ranges(self, dims: Mapping[str, int]) -> None:
+        for d in self.interface.dims:
+            value = dims[d.name]
+            fits = d.min <= value <= d.max and value % d.multiple_of == 0
+            if not fits:
+                step = f", a multiple of {d.multiple_of}" if d.multiple_of > 1 else ""
+                raise fail(
+                    "E0813",
+                    f"{d.name} = {value} is outside the declared range {d.min}..{d.max}{step}",
+                    node=self.interface.inputs[d.tensor].name,
+                    hint="compile the blueprint with a wider range, or load with fallback='eager'",
+                    details={"dim": d.name, "value": value, "min": d.min, "max": d.max},
+                )
+
+    def admit(self, tensors: list[Tensor]) -> Dims:
+        """Sizes of a call. Tensors that must be copied to be dense are replaced in the list (and counted).
+        Errors: E0810 shape, E0811 dtype, E0813 range, E0814 device, E0818 kind of tensor, E0821 layout."""
+        dims = self._known.hot.get(tuple([t.shape for t in tensors]))
+        if dims is None:
+            return self._admit_slowly(tensors)
+        index = self.index
+        for tensor, dtype in zip(tensors, self.dtypes, strict=False):
+            plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
+            if not plain or tensor.is_neg():
+                return self._admit_slowly(tensors)
+        return dims
+
+    def _admit_slowly(self, tensors: list[Tensor]) -> Dims:
+        shapes = tuple([t.shape for t in tensors])
+        dims = self._known.get(shapes)
+        if dims is None:
+            dims = self.dims_of(shapes)
+        for at, (tensor, spec, dtype) in enumerate(
+            zip(tensors, self.interface.inputs, self.dtypes, strict=True)
+        ):
+            tensors[at] = self.dense(tensor, dtype, spec.name)
+        return self._known.put(shapes, dims)
+
+    def dense(self, tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+        """The tensor itself, or one counted copy that is dense; refusals E0811, E0814, E0818, E0821."""
+        if tensor.device.type != self.device.type or tensor.get_device() != self.index:
+            raise fail(
+                "E0814", f"{name} is on {tensor.device}, the artifact runs on {self.device}", node=name
+            )
+        if tensor.dtype is not dtype:
+            raise fail(
+                "E0811",
+                f"{name} has dtype {tensor.dtype}, declared {dtype}",
+                node=name,
+                hint="ambient settings such as autocast do not change a blueprint: cast the input",
+            )
+        if tensor.layout is not torch.strided:
+            raise fail(
+                "E0821", f"{name} has the layout {tensor.layout}", node=name, hint="pass a strided tensor"
+            )
+        if tensor.is_contiguous() and not tensor.is_neg():
+            return tensor
+        self.counters.copies += 1
+        return tensor.resolve_neg().contiguous()
+
+    # -- plans
+    # ---------------------------------------------------------------------------------------------------
+
+    def plan_for(self, phase: str, dims: Dims, wanted: Collection[str] = ()) -> Plan:
+        """The plan that serves a call: of those whose bucket holds and whose gradients suffice, the one
+        with the fewest gradients, the first among equals. E0815."""
+        values = dict(zip(self.dim_names, dims, strict=True))
+        fitting = [
+            p
+            for p in self.launch.plans
+            if p.phase == phase
+            and set(wanted) <= set(p.wanted)
+            and all(b.low <= values[b.dim] <= b.high for b in p.bucket)
+        ]
+        if not fitting:
+            raise fail(
+                "E0815",
+                f"no {phase} plan for {values}"
+                + (f" and the gradients of {', '.join(wanted)}" if wanted else ""),
+                node=self.artifact_id,
+                hint="compile the blueprint for these sizes and gradients",
+            )
+        return min(fitting, key=lambda p: len(p.wanted))
+
+    def ready(self, phase: str, dims: Dims, wanted: tuple[str, ...] = ()) -> Ready:
+        """Launch-ready plan of a phase for these sizes."""
+        key = (phase, dims, wanted)
+        found = self._ready.hot.get(key) or self._ready.get(key)
+        return found or self._ready.put(key, self.prepare(self.plan_for(phase, dims, wanted), dims))
+
+    def prepare(self, plan: Plan, dims: Dims, given: Collection[int] = (), separate: bool = False) -> Ready:
+        """Bind a plan to sizes; `given` and `separate` as in `runtime.layout.lay_out`. Not memoised."""
+        values = dict(zip(self.dim_names, dims, strict=True))
+        layout = lay_out(plan, self.interface, self.saved_count, values, self.functions, given, separate)
+        return Ready(self, plan, dims, layout)
+
+    def run(
+        self,
+        plan: Plan,
+        tensors: Sequence[Tensor | None],
+        buffers: Mapping[int, Tensor] | None = None,
+        dims: Dims | None = None,
+    ) -> list[Tensor]:
+        """Run one plan on plain tensors, below autograd.
+
+        Forward and inference take the interface's inputs in order and return the outputs, then (forward)
+        the saved tensors. Backward takes the saved tensors, then one cotangent per output (None counts as
+        zeros), and returns a gradient per name in `plan.wanted`. `buffers` gives memory of the caller's
+        for any buffer that the plan would allocate, by number. `dims` is needed only where the shapes of a
+        backward plan do not tell.
+        """
+        given = tuple(sorted(buffers)) if buffers else ()
+        with self.current():
+            feeds = self._feeds(plan, tensors, dims)
+            values = feeds.pop()
+            key = (id(plan), values, given)
+            ready = self._ready.get(key)
+            if ready is None or ready.plan is not plan:
+                ready = self._ready.put(key, self.prepare(plan, values, given))
+            if buffers:
+                feeds.extend(buffers[number] for number in given)
+            ready.check(feeds)
+            slots = ready(feeds)
+        self.counters.launches += ready.launches
+        layout = ready.layout
+        return [slots[i] for i in (*layout.outputs, *layout.saved, *layout.gradients)]
+
+    def _feeds(self, plan: Plan, tensors: Sequence[Tensor | None], dims: Dims | None) -> list[Any]:
+        """The dense feeds, and the sizes as the last item."""
+        count = feed_count(plan, self.interface, self.saved_count)
+        if len(tensors) != count:
+            raise fail(
+                "E0810",
+                f"a {plan.phase} plan takes {count} tensors, got {len(tensors)}",
+                node=self.artifact_id,
+            )
+        if plan.phase != "backward":
+            feeds: list[Any] = list(tensors)
+            sizes = self.admit(feeds) if dims is None else dims
+            return [*feeds, sizes]
+        values = dims if dims is not None else self.backward_dims(plan, tensors)
+        bound = dict(zip(self.dim_names, values, strict=True))
+        feeds = [
+            t if t is None or t.is_contiguous() else self.dense(t, t.dtype, "a cotangent") for t in tensors
+        ]
+        for at, spec in enumerate(self.interface.outputs, self.saved_count):
+            if feeds[at] is None:
+                shape = [evaluate(s, bound) for s in spec.shape]
+                feeds[at] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=self.device)
+        return [*feeds, values]
+
+    def backward_dims(self, plan: Plan, tensors: Sequence[Tensor | None]) -> Dims:
+        """Sizes from saved tensors and cotangents: every dim must stand alone on some axis of one of them."""
+        found: dict[str, int] = {}
+        for buffer in plan.buffers:
+            at = buffer.index + (self.saved_count if buffer.source == "cotangent" else 0)
+            tensor = tensors[at] if buffer.source in ("saved", "cotangent") else None
+            for axis, size in enumerate(buffer.shape if tensor is not None else ()):
+                if isinstance(size, str) and tensor is not None:
+                    found[size] = int(tensor.shape[axis])
+        missing = [name for name in self.dim_names if name not in found]
+        if missing:
+            raise fail(
+                "E0810",
+                f"the shapes of a backward call do not tell {', '.join(missing)}",
+                node=self.artifact_id,
+            )
+        return tuple(found[name] for name in self.dim_names)
+
+    def current(self) -> Any:
+        """Context in which torch's current device is this program's."""
+        return _Nothing() if self.index < 0 else torch.cuda.device(self.index)
+
+    def prime(self) -> None:
+        """Bind every plan to the tuned sizes of its bucket, so that the first call finds it ready."""
+        for plan in self.launch.plans:
+            for dims in self._tuned(plan):
+                self.ready(plan.phase, dims, tuple(sorted(plan.wanted)))
+
+    def _tuned(self, plan: Plan) -> list[Dims]:
+        sources = self.interface.dims
+        longest = max((len(d.tune) for d in sources), default=0)
+        low = {b.dim: b.low for b in plan.bucket}
+        high = {b.dim: b.high for b in plan.bucket}
+        out = []
+        for at in range(longest):
+            dims = tuple(d.tune[min(at, len(d.tune) - 1)] if d.tune else d.min for d in sources)
+            if all(
+                low.get(d.name, v) <= v <= high.get(d.name, v) for d, v in zip(sources, dims, strict=True)
+            ):
+                out.append(dims)
+        return out
+
+    def plan_digest(self) -> str:
+        """Digest of everything that decides which kernels run: equal on two ranks exactly when they run
+        the same."""
+        text = canonical_json(
+            {"id": self.artifact_id, "launch": to_json(self.launch), "versions": self.code.versions}
+        )
+        return hashlib.sha256(text).hexdigest()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *details: object) -> None: ...
+
+
+def _saved_count(launch: LaunchManifest) -> int:
+    counts = {len(p.saved) for p in launch.plans if p.phase == "forward"}
+    if len(counts) > 1:
+        raise fail("E0809", f"forward plans hand over different numbers of tensors: {sorted(counts)}")
+    return counts.pop() if counts else 0

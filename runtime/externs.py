@@ -1,0 +1,149 @@
+"""The closed table of library calls that a plan may contain; each writes into `out` and nothing else.
+
+They are called with dense or transposed views of buffers, below autograd and with no autocast.
+Process-wide flags are never set here: where one changes the meaning of a step (TF32 in a product declared
+`ieee`), that is a mismatch, which the caller counts or, under ESPER_STRICT=1, refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_ir.diagnostics import EsperError
+from library.launch import View, evaluate
+from runtime.errors import fail
+
+Run = Callable[[Sequence[Tensor], Tensor], None]
+_mm_typed = getattr(getattr(torch.ops.aten, "mm", None), "dtype_out", None)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A buffer as a step sees it: `shape` and `stride` in elements from the buffer's first one; `whole`
+    when that is how the buffer lies anyway."""
+
+    buffer: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    whole: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor if self.whole else tensor.as_strided(self.shape, self.stride)
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides."""
+    out, step = [], 1
+    for size in reversed(shape):
+        out.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(out))
+
+
+def strided(view: View, buffer_shape: tuple[int, ...], dims: Mapping[str, int]) -> Strided:
+    """Reshape, then permute; E0809 when the element counts differ or the permutation is none."""
+    shape = tuple(evaluate(s, dims) for s in view.shape) if view.shape else buffer_shape
+    stride = dense(shape)
+    order = view.permute or tuple(range(len(shape)))
+    if sorted(order) != list(range(len(shape))) or _numel(shape) != _numel(buffer_shape):
+        raise fail("E0809", f"a view {shape} permuted {view.permute} of a buffer {buffer_shape}")
+    moved = tuple(shape[i] for i in order)
+    return Strided(
+        view.buffer,
+        moved,
+        tuple(stride[i] for i in order),
+        moved == buffer_shape and order == tuple(sorted(order)),
+    )
+
+
+def _numel(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _mm(attrs: Mapping[str, Any]) -> Run:
+    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+        a, b = inputs
+        if out.dtype is a.dtype:
+            torch.mm(a, b, out=out)
+        elif _mm_typed is not None and a.is_cuda:
+            _mm_typed(a, b, out.dtype, out=out)
+        else:
+            torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+    return run
+
+
+def _addmm(attrs: Mapping[str, Any]) -> Run:
+    beta, alpha = attrs.get("beta", 1), attrs.get("alpha", 1)
+
+    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+        bias, a, b = inputs
+        torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
+
+    return run
+
+
+def _bmm(attrs: Mapping[str, Any]) -> Run:
+    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+        torch.bmm(inputs[0], inputs[1], out=out)
+
+    return run
+
+
+def _baddbmm(attrs: Mapping[str, Any]) -> Run:
+    beta, alpha = attrs.get("beta", 1), attrs.get("alpha", 1)
+
+    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+        bias, a, b = inputs
+        torch.baddbmm(bias, a, b, beta=beta, alpha=alpha, out=out)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Extern:
+    """`arity` inputs; `attrs` it understands; `contraction`: the fp32 precision flag changes its meaning."""
+
+    arity: int
+    attrs: frozenset[str]
+    prepare: Callable[[Mapping[str, Any]], Run]
+    contraction: bool = True
+
+
+TABLE: Mapping[str, Extern] = {
+    "mm": Extern(2, frozenset({"precision"}), _mm),
+    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm),
+    "bmm": Extern(2, frozenset({"precision"}), _bmm),
+    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm),
+}
+
+
+def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
+    """The call for one step. E0809 for an operator, attribute or arity outside the table."""
+    record = TABLE.get(op)
+    if record is None:
+        raise _bad(op, f"unknown extern {op!r}; this version knows {', '.join(TABLE)}")
+    unknown = sorted(set(attrs) - record.attrs)
+    if unknown or inputs != record.arity:
+        raise _bad(
+            op,
+            f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
+        )
+    return record.prepare(attrs)
+
+
+def _bad(op: str, what: str) -> EsperError:
+    return fail("E0809", what, node=op, hint="this artifact needs another version of the runtime")
+
+
+def tf32_in_force() -> bool:
+    """Whether torch would compute an fp32 product in TF32 on a card."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
