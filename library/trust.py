@@ -291,7 +291,7 @@ class TrustStore:
             if not local:
                 raise fail(
                     "E0747",
-                    f"no private key of role {role} in {self.home / 'keys' / role} that the trust store lists",
+                    f"no {role} key in {self.home / 'keys' / role} that the trust store lists",
                     hint=f"esper-library keys new {role}",
                 )
             self._signers[role] = load_signer(self.home, role, local[-1])
