@@ -106,8 +106,8 @@ def reference(package: str) -> str:
 def operators() -> str:
     """One line per operator of the graph language."""
     ops: dict[str, Any] = dict(importlib.import_module("esper_ir.registry").OPS)
-    rows = [f"| `{name}` | {_attributes(op)} | {_kind(op)} |" for name, op in sorted(ops.items())]
-    return "\n".join(["| operator | attributes | lowering |", "|---|---|---|", *rows]) + "\n"
+    rows = [f"| `{name}` | {_attributes(op)} | {_kind(op)} | {op.doc} |" for name, op in sorted(ops.items())]
+    return "\n".join(["| operator | attributes | lowering | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def _attributes(op: Any) -> str:
