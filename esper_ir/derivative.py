@@ -6,11 +6,32 @@ Used once per operator to make its gradient rule; the result is again an express
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 from esper_ir.scalar import BOOLEAN, Arg, Cast, Const, Expr, Prim, prim
 
 ZERO, ONE = Const(0.0), Const(1.0)
+
+FOLD: dict[str, Callable[..., float | bool]] = {
+    "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "log": math.log,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "not": operator.not_, "and": lambda a, b: bool(a and b), "or": lambda a, b: bool(a or b),
+}  # fmt: skip
+
+
+def fold(expr: Expr) -> Expr:
+    """Parts that have numbers only, computed; a selection by a number decided."""
+    if not isinstance(expr, Prim):
+        return Cast(fold(expr.arg), expr.dtype) if isinstance(expr, Cast) else expr
+    args = tuple(fold(a) for a in expr.args)
+    if expr.name == "where" and isinstance(args[0], Const):
+        return args[1] if args[0].value else args[2]
+    rule = FOLD.get(expr.name)
+    numbers = [a.value for a in args if isinstance(a, Const)]
+    if rule is None or len(numbers) < len(args) or (expr.name == "log" and numbers[0] <= 0):
+        return Prim(expr.name, args)
+    return Const(rule(*numbers))
 
 
 def is_const(expr: Expr, value: float) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from esper_ir.derivative import ZERO, differentiate, is_const, mul
+from esper_ir.derivative import differentiate, fold, is_const, mul
 from esper_ir.opdef import Attrs, Emit, Operand, Val, VjpRule
-from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, substitute, walk
 from esper_ir.types import DType, TensorType
 
 # Scalar primitives whose operator has another name.
@@ -107,13 +107,17 @@ def pointwise_vjp(body: Callable[[Attrs], Expr], arity: int, derivatives: Deriva
             return found
         given = list(derivatives(attrs)) if derivatives else [None] * len(inputs)
         operands = [*inputs, outputs[0], g]
+        known = [Arg(i) if isinstance(v, Val) else Const(v) for i, v in enumerate(operands)]
         for i, operand in enumerate(inputs):
             if not wanted[i] or not isinstance(operand, Val):
                 continue
             by_hand = given[i] if i < len(given) else None
-            expr = differentiate(body(attrs), i) if by_hand is None else by_hand
-            total = mul(Arg(len(inputs) + 1), expr)
-            if not is_const(total, 0) and total != ZERO:
+            if by_hand is None:
+                expr = differentiate(substitute(body(attrs), known), i)
+            else:
+                expr = substitute(by_hand, known)
+            total = fold(mul(Arg(len(inputs) + 1), fold(expr)))
+            if not is_const(total, 0):
                 found[i] = apply(emit, total, operands, operand.type, outputs[0].type)
         return found
 

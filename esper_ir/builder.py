@@ -1,0 +1,187 @@
+"""Ways to make graphs in Python: `Builder` for people (a blueprint), `GraphBuilder` for rules and passes (typed)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.graph import Blueprint, Leaf, Node, Ref, value_name
+from esper_ir.graphbuilder import GraphBuilder
+from esper_ir.infer import Inference
+from esper_ir.opdef import Number
+from esper_ir.registry import OPS, lookup
+from esper_ir.text import NAME, SECTIONS, SYMBOL, freeze
+from esper_ir.types import Dim, DimSpec, DType, TensorType
+from esper_ir.verify import typed
+
+__all__ = ["Builder", "GraphBuilder", "Value"]
+
+_HERE = str(Path(__file__))
+Shape = Sequence[int | str | Dim]
+
+
+def _caller() -> str:
+    """File and line of the nearest frame outside this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == _HERE:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as the text form holds it."""
+    if isinstance(value, DType):
+        return value.value
+    if isinstance(value, Dim):
+        return value.to_json()
+    return tuple(_plain(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+class Value:
+    """A value of a blueprint under construction; arithmetic adds nodes."""
+
+    def __init__(self, builder: Builder, name: str, kind: TensorType) -> None:
+        self.builder, self.name, self.type = builder, name, kind
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.type}>"
+
+    def __add__(self, other: Value | Number) -> Value:
+        return self.builder.op("add", self, other)
+
+    def __radd__(self, other: Number) -> Value:
+        return self.builder.op("add", other, self)
+
+    def __sub__(self, other: Value | Number) -> Value:
+        return self.builder.op("sub", self, other)
+
+    def __rsub__(self, other: Number) -> Value:
+        return self.builder.op("sub", other, self)
+
+    def __mul__(self, other: Value | Number) -> Value:
+        return self.builder.op("mul", self, other)
+
+    def __rmul__(self, other: Number) -> Value:
+        return self.builder.op("mul", other, self)
+
+    def __truediv__(self, other: Value | Number) -> Value:
+        return self.builder.op("div", self, other)
+
+    def __rtruediv__(self, other: Number) -> Value:
+        return self.builder.op("div", other, self)
+
+    def __pow__(self, other: Value | Number) -> Value:
+        return self.builder.op("pow", self, other)
+
+    def __matmul__(self, other: Value) -> Value:
+        return self.builder.op("matmul", self, other)
+
+    def __neg__(self) -> Value:
+        return self.builder.op("neg", self)
+
+
+class Builder:
+    """Builds a blueprint: `b = Builder("mlp"); x = b.input("x", "bfloat16", ["rows", 64]); y = b.silu(x @ w)`.
+
+    Every operator of the language is a method; shapes are checked as nodes are added, and an error names the caller's
+    line. `b.build(y)` gives the verified Blueprint.
+    """
+
+    def __init__(self, name: str, **metadata: Any) -> None:
+        self.name = name
+        self.metadata: dict[str, Any] = metadata
+        self._dims: dict[str, DimSpec] = {}
+        self._leaves: dict[str, Leaf] = {}
+        self._nodes: list[Node] = []
+        self._taken: set[str] = set()
+        self._infer = Inference()
+
+    def dim(self, name: str, *, min: int = 1, max: int = 2**31 - 1, tune: Sequence[int] = (),  # noqa: A002
+            multiple_of: int = 1) -> Dim:  # fmt: skip
+        """Declare a symbolic size with its inclusive range and the sizes to tune for."""
+        if not SYMBOL.fullmatch(name):
+            raise EsperError("E0107", f"bad name {name!r} of a dim", hint=f"at {_caller()}")
+        self._dims[name] = DimSpec(min, max, tuple(tune), multiple_of)
+        return Dim.sym(name)
+
+    def input(self, name: str, dtype: str | DType, shape: Shape) -> Value:
+        return self._leaf(Leaf(name, "input", TensorType.of(dtype, shape)))
+
+    def param(self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | str | None = None,
+              compute: str | DType | None = None) -> Value:  # fmt: skip
+        """A parameter. `compute`: the dtype in which the graph reads it (mixed precision)."""
+        given = {"kind": init} if isinstance(init, str) else init
+        seen = DType.parse(compute) if isinstance(compute, str) else compute
+        return self._leaf(Leaf(name, "param", TensorType.of(dtype, shape), given and dict(given), seen))
+
+    def buffer(self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | None = None) -> Value:
+        return self._leaf(Leaf(name, "buffer", TensorType.of(dtype, shape), init and dict(init)))
+
+    def constant(self, name: str, dtype: str | DType, shape: Shape, data: Any) -> Value:
+        return self._leaf(Leaf(name, "constant", TensorType.of(dtype, shape), data=freeze(data, name)))
+
+    def _leaf(self, leaf: Leaf) -> Value:
+        self._claim(leaf.name)
+        self._leaves[leaf.name] = leaf
+        kind = leaf.type if leaf.compute is None else TensorType(leaf.compute, leaf.type.shape)
+        return Value(self, leaf.name, kind)
+
+    def _claim(self, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise EsperError("E0107", f"bad name {name!r}", hint=f"at {_caller()}")
+        if name in self._taken:
+            raise EsperError("E0304", f"the name {name!r} is used twice", node=name, hint=f"at {_caller()}")
+        self._taken.add(name)
+
+    def op(self, op: str, *operands: Value | Number, name: str | None = None, **attrs: Any) -> Value:
+        """Add a node and give its first output."""
+        return self.many(op, *operands, name=name, **attrs)[0]
+
+    def many(self, op: str, *operands: Value | Number, name: str | None = None, **attrs: Any) -> tuple[Value, ...]:
+        """Add a node and give all its outputs; raises EsperError E0201-E0208, E0301, E0403 with the caller's line."""
+        at = _caller()
+        for operand in operands:
+            if isinstance(operand, Value) and operand.builder is not self:
+                raise EsperError("E0403", f"{operand!r} belongs to another builder", node=name or op, hint=f"at {at}")
+        given = {k: _plain(v) for k, v in attrs.items()}
+        try:
+            types = [o.type if isinstance(o, Value) else o for o in operands]
+            _, outputs = self._infer(lookup(op), types, given)
+        except EsperError as error:
+            hint = f"at {at}" + (f"; {error.hint}" if error.hint else "")
+            raise EsperError(error.code, error.message, node=name or op, hint=hint) from None
+        node_id = name or self._fresh(op)
+        self._claim(node_id)
+        refs: tuple[Ref, ...] = tuple(o.name if isinstance(o, Value) else o for o in operands)
+        frozen = tuple(sorted((k, freeze(v, k)) for k, v in given.items()))
+        self._nodes.append(Node(node_id, op, refs, frozen))
+        return tuple(Value(self, value_name(node_id, i), t) for i, t in enumerate(outputs))
+
+    def _fresh(self, op: str) -> str:
+        number = 0
+        while (name := f"{op}_{number}" if number else op) in self._taken:
+            number += 1
+        return name
+
+    def __getattr__(self, op: str) -> Any:
+        if op.startswith("_") or op not in OPS:
+            raise AttributeError(op)
+        return lambda *operands, name=None, **attrs: self.op(op, *operands, name=name, **attrs)
+
+    def build(self, *outputs: Value, differentiable: Sequence[Value] | None = None) -> Blueprint:
+        """The blueprint with these outputs; raises EsperError with everything that `verify` finds."""
+        rank = {kind: i for i, kind in enumerate(SECTIONS.values())}
+        bp = Blueprint(
+            name=self.name,
+            leaves=tuple(sorted(self._leaves.values(), key=lambda leaf: rank[leaf.kind])),
+            nodes=tuple(self._nodes),
+            outputs=tuple(v.name for v in outputs),
+            dims=dict(self._dims),
+            differentiable=None if differentiable is None else tuple(v.name for v in differentiable),
+            metadata=dict(self.metadata),
+        )
+        typed(bp)
+        return bp

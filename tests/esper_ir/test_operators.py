@@ -1,0 +1,121 @@
+"""Tests generated from the operator records: type, gradient, text, expansion and scalar body of every sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esper_ir.expand import expand
+from esper_ir.grad import joint
+from esper_ir.graph import Blueprint, Graph, Leaf, Node
+from esper_ir.opdef import Composite, NotDifferentiable, OpDef, Pointwise, Sample, compute_dtype
+from esper_ir.reference import evaluate
+from esper_ir.registry import OPS
+from esper_ir.text import parse, render
+from esper_ir.types import DType
+from esper_ir.verify import typed
+from tests.esper_ir.cases import CASES, graph_of, values_of
+from tests.esper_ir.scalars import run_body
+
+FLOAT_CONSTANTS = ("celu", "hardsigmoid")  # torch's float64 kernels use constants rounded to float32
+ULP = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, ulps: float, scale: float = 1.0) -> None:
+    """`scale`: size of the operands, whose rounding a difference of them keeps."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted)
+        return
+    bound = ulps * ULP[wanted.dtype]
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound * scale, equal_nan=True)
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_reference_has_the_inferred_type(op: OpDef, sample: Sample) -> None:
+    graph = graph_of(op, sample)
+    for name, value in evaluate(graph, values_of(graph, sample)).items():
+        kind = graph.types[name]
+        assert value.dtype == getattr(torch, kind.dtype.value)
+        assert list(value.shape) == [d.value({}) for d in kind.shape]
+        assert not value.is_floating_point() or op.name in ("var", "std") or torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_gradient_is_that_of_autograd(op: OpDef, sample: Sample) -> None:
+    graph = graph_of(op, sample)
+    wanted = [n for n, t in graph.inputs.items() if t.dtype.is_floating]
+    if not wanted or not graph.types["y"].dtype.is_floating:
+        return
+    if isinstance(op.vjp, NotDifferentiable):
+        assert op.vjp.reason
+        return
+    both = joint(graph, wanted)
+    assert all(both.graph.types[g] == graph.inputs[n] for n, g in both.gradients.items() if g)
+    values = {n: v.double() if v.is_floating_point() else v for n, v in values_of(graph, sample).items()}
+    leaves = {n: values[n].clone().requires_grad_() for n in wanted}
+    out = evaluate(graph, {**values, **leaves}, precision="float64")["y"]
+    seed = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(out, list(leaves.values()), seed, allow_unused=True)
+    found = evaluate(both.graph, {**values, "grad:y": seed}, precision="float64")
+    for name, want in zip(wanted, expected, strict=True):
+        got = found[g] if (g := both.gradients[name]) else torch.zeros_like(values[name])
+        want = torch.zeros_like(values[name]) if want is None else want
+        bound = 1e-7 if op.name in FLOAT_CONSTANTS else 1e-9
+        torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [o for o in OPS.values() if isinstance(o.lowering, Composite)], ids=lambda o: o.name)
+def test_expansion_means_the_same(op: OpDef) -> None:
+    for sample in op.samples:
+        graph = graph_of(op, sample)
+        flat = expand(graph)
+        assert not any(isinstance(OPS[n.op].lowering, Composite) for n in flat)
+        assert flat.outputs == graph.outputs and flat.types["y"] == graph.types["y"]
+        values = values_of(graph, sample)
+        close(evaluate(flat, values)["y"], evaluate(graph, values)["y"], 64 if graph.inputs["a0"].dtype.is_floating else 0)
+        wide = [evaluate(g, values, precision="float64")["y"] for g in (flat, graph)]
+        torch.testing.assert_close(*wide, rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [o for o in OPS.values() if isinstance(o.lowering, Pointwise)], ids=lambda o: o.name)
+def test_body_means_the_same(op: OpDef) -> None:
+    assert isinstance(op.lowering, Pointwise)
+    for sample in op.samples:
+        graph = graph_of(op, sample)
+        (node,) = graph.nodes
+        values = values_of(graph, sample)
+        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+        compute = compute_dtype([graph.types[r] if isinstance(r, str) else r for r in node.inputs], node.types)
+        expr = op.lowering.body(dict(node.attrs))
+        got = run_body(expr, operands, None if op.name == "cast" else compute)
+        want = evaluate(graph, values)["y"]
+        got = got.to(want.dtype).expand(want.shape)
+        close(got, want, (4 if want.dtype in (torch.float32, torch.float64) else 1) * op.tolerance.factor, max(1.0, sample.high))
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda o: o.name)
+def test_text_round_trip(op: OpDef) -> None:
+    for sample in op.samples:
+        graph = graph_of(op, sample)
+        leaves = tuple(Leaf(n, "input", t) for n, t in graph.inputs.items())
+        attrs = tuple(sorted(sample.attrs.items()))
+        nodes = (Node("y", op.name, graph.nodes[0].inputs, attrs),)
+        bp = Blueprint(op.name, leaves, nodes, ("y",))
+        again = parse(render(bp))
+        assert again == bp and render(again) == render(bp)
+        assert typed(again).types == graph.types
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda o: o.name)
+def test_record_is_whole(op: OpDef) -> None:
+    assert op.doc and op.samples and op.cost is not None
+    graph: Graph = graph_of(op, op.samples[0])
+    (node,) = graph.nodes
+    operands = [graph.types[r] if isinstance(r, str) else r for r in node.inputs]
+    assert op.cost(operands, node.types, dict(node.attrs)).value({}) >= 0
+    for attr in op.params:
+        assert attr.kind in ("int", "float", "bool", "str", "dtype", "ints", "shape", "number", "scalar")
+    assert op.tolerance.factor == 1.0 or op.tolerance.reason
+    kinds = {t.dtype for s in op.samples for t in s.operands if hasattr(t, "dtype")}
+    assert not op.arity[0] or {DType.float32, DType.bfloat16, DType.bool} & kinds
