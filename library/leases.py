@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable
 
+from esper_ir.diagnostics import EsperError
 from library.errors import fail
 from library.index import Index
 
@@ -37,6 +38,14 @@ def drop(index: Index, owner: str) -> None:
     """Give all leases of `owner` back; inside or outside a transaction."""
     with index.write(durable=False):
         index.run("DELETE FROM leases WHERE owner = ?", (owner,))
+
+
+def abandon(index: Index, owner: str) -> None:
+    """Give leases back after a failure, if that is still possible; else they run out."""
+    try:
+        drop(index, owner)
+    except EsperError:
+        return
 
 
 def check(index: Index, owner: str, digests: Iterable[str]) -> None:

@@ -169,3 +169,22 @@ def referenced_digests(index: Index) -> list[str]:
         UNION SELECT report FROM verdicts UNION SELECT s.digest FROM side_files s
         JOIN artifacts a ON a.num = s.artifact WHERE a.state <> 'ARCHIVED'"""
     return [row[0] for row in index.rows(text)]
+
+
+def annotation_version(index: Index, artifact_id: str) -> int:
+    """Version of the newest annotation, 0 without one."""
+    found = annotation_row(index, artifact_id)
+    return found[0] if found else 0
+
+
+def annotation_row(index: Index, artifact_id: str) -> tuple[Any, ...] | None:
+    """(version, envelope, seq) of the newest annotation."""
+    text = """SELECT n.version, n.envelope, n.seq FROM annotations n JOIN artifacts a ON a.num = n.artifact
+        WHERE a.id = ? ORDER BY n.version DESC LIMIT 1"""
+    return index.row(text, (artifact_id,))
+
+
+def add_annotation(index: Index, num: int, values: tuple[Any, ...]) -> None:
+    """`values`: version, keyid, envelope, time, seq."""
+    text = "INSERT INTO annotations (artifact, version, keyid, envelope, time, seq) VALUES (?, ?, ?, ?, ?, ?)"
+    index.run(text, (num, *values))

@@ -42,17 +42,16 @@ CREATE TABLE annotations(
     keyid TEXT NOT NULL, envelope BLOB NOT NULL, time REAL NOT NULL, seq INTEGER NOT NULL,
     UNIQUE(artifact, version)) STRICT;
 
--- What find() ranks by: one row per artifact, rewritten from its newest verdict and annotation.
+-- What find() ranks by: one row per VALIDATED artifact, made from its newest verdict and annotation.
+-- Artifacts of one architecture with the same tags share a tag set; a query looks at those few first.
+CREATE TABLE tagsets(
+    num INTEGER PRIMARY KEY, arch TEXT NOT NULL, target TEXT NOT NULL, tags TEXT NOT NULL,
+    UNIQUE(arch, target, tags)) STRICT;
 CREATE TABLE facts(
-    artifact INTEGER PRIMARY KEY REFERENCES artifacts(num), arch TEXT NOT NULL, state TEXT NOT NULL,
-    latency_ms REAL, memory_mb REAL, risk REAL, conf_level TEXT NOT NULL, interest REAL, rank REAL NOT NULL,
-    tags TEXT NOT NULL, shapes TEXT NOT NULL) STRICT;
-CREATE INDEX facts_rank ON facts(arch, state, rank);
-CREATE INDEX facts_state_rank ON facts(state, rank);
-CREATE TABLE tags(
-    tag TEXT NOT NULL, arch TEXT NOT NULL, rank REAL NOT NULL, artifact INTEGER NOT NULL REFERENCES
-    artifacts(num), PRIMARY KEY(tag, arch, rank, artifact)) STRICT, WITHOUT ROWID;
-CREATE INDEX tags_artifact ON tags(artifact);
+    artifact INTEGER PRIMARY KEY REFERENCES artifacts(num), tagset INTEGER NOT NULL REFERENCES tagsets(num),
+    rank REAL NOT NULL, risk_rank REAL NOT NULL, latency_ms REAL, memory_mb REAL, risk REAL,
+    conf_level TEXT NOT NULL, interest REAL, shapes TEXT NOT NULL) STRICT;
+CREATE INDEX facts_rank ON facts(tagset, rank, risk_rank, artifact, memory_mb);
 
 CREATE TABLE edges(
     parent TEXT NOT NULL, child TEXT NOT NULL, relation TEXT NOT NULL, mutation TEXT NOT NULL, time REAL NOT

@@ -24,23 +24,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any
 
-from library import crypto, dsse, leases, ledger, rows, seen
-from library.blobs import Blobs
+from library import dsse, ledger, query, rows, verdicts
 from library.canon import canonical_json, parse_json, sha256_hex
-from library.disk import Disk
-from library.dsse import Signer
+from library.contracts import KernelQuery, KernelQueryResult
+from library.core import Core
 from library.errors import fail
-from library.index import Index
-from library.layout import open_layout
-from library.loading import load_artifact, open_provenance, open_verdict
+from library.loading import load_artifact
 from library.manifest import Container, unpack
-from library.measurements import Measurements
-from library.paths import library_home, trust_home
 from library.records import (
     ARTIFACT_MOVES,
     BLUEPRINT_MOVES,
@@ -60,110 +53,28 @@ from library.records import (
     check_move,
 )
 from library.resolve import not_found, resolve_artifact, resolve_blueprint
-from library.trust import TrustStore
 
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
 _SIDE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
-_MAX_REPORT_BYTES = 16 << 20
 
 
-class Library:
+class Library(Core):
     """An open library. Safe to use from several threads; each process opens its own."""
-
-    def __init__(
-        self, home: Path, index: Index, blobs: Blobs, trust: TrustStore, roles: Collection[str]
-    ) -> None:
-        self.home, self.index, self.blobs, self.trust = home, index, blobs, trust
-        self.roles = frozenset(roles)
-        self.readonly = index.readonly
-        row = index.row("SELECT value FROM meta WHERE key = 'origin'")
-        if row is None:
-            raise fail("E0709", f"{home}: esper.db does not say which library it is")
-        self.origin: str = row[0]
-        self._timings: Measurements | None = None
-
-    @classmethod
-    def open(
-        cls,
-        path: Path | str | None = None,
-        *,
-        create: bool = True,
-        readonly: bool = False,
-        roles: Collection[str] = ("compiler", "validator"),
-        trust: Path | str | None = None,
-        wait_s: float = 30.0,
-        disk: Disk | None = None,
-    ) -> Library:
-        """Open, and with `create` first make, the library at `path`. `roles`: whose keys this handle may
-        open.
-
-        `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a
-        local one.
-        """
-        home = library_home(path)
-        open_layout(home, create=create and not readonly)
-        keys = TrustStore(trust_home(trust))
-        if roles and not readonly:
-            keys.bootstrap()
-        blobs = Blobs(home, disk)
-        index: Index | None = None
-        try:
-            index = Index(home, readonly=readonly, wait_s=wait_s)
-            return cls(home, index, blobs, keys, () if readonly else roles)
-        except BaseException:
-            blobs.close()
-            if index is not None:
-                index.close()
-            raise
-
-    def close(self) -> None:
-        """Sign the ledger's head if this handle may, and give everything back."""
-        if not self.readonly and self.roles and self.index.connection_open():
-            self._sign_head(every=1)
-        if self._timings is not None:
-            self._timings.close()
-        self.index.close()
-        self.blobs.close()
-
-    def __enter__(self) -> Library:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def warm(self) -> None:
-        """Import the signature code and verify the trust store now, so that the first load does not pay for
-        it."""
-        crypto.warm()
-        self.trust.document()
-
-    def signer(self, role: str) -> Signer:
-        """The local key of `role`, if this handle was opened for it: E0752 otherwise."""
-        if role not in self.roles:
-            open_for = ", ".join(sorted(self.roles)) or "none"
-            raise fail("E0752", f"this process may not sign as {role} (open roles: {open_for})")
-        return self.trust.signer(role)
 
     # -- blueprints --------------------------------------------------------------------------------
 
     def put_blueprint(self, blueprint_id: str, text: bytes, name: str) -> BlueprintRecord:
         """Keep a blueprint's JSON text under its canonical hash (64 hex). The first text of an id stays."""
+        self.refuse_readonly()
         if not _HEX64.match(blueprint_id):
             raise fail("E0720", f"blueprint id must be 64 hexadecimal digits, not {blueprint_id[:80]!r}")
         parse_json(text)
         known = rows.blueprint(self.index, blueprint_id)
         if known is not None and self.blobs.has(known.text_digest):
             return known
-        owner = leases.new_owner()
-        leases.take(self.index, owner, [sha256_hex(text)], f"put blueprint {blueprint_id[:12]}")
-        digest = self.blobs.put(text)
-        with self.index.write():
-            leases.check(self.index, owner, [digest])
+        digest = sha256_hex(text)
+        with self.publishing({digest: text}, f"put blueprint {blueprint_id[:12]}"):
             record = self._insert_blueprint(blueprint_id, digest, name)
-            leases.drop(self.index, owner)
-        self._after_write()
         return record
 
     def _insert_blueprint(self, blueprint_id: str, digest: str, name: str) -> BlueprintRecord:
@@ -189,7 +100,7 @@ class Library:
                 {"from": record.state, "to": state, "reason": reason},
             )
             rows.set_blueprint_state(self.index, blueprint_id, state, reason)
-        self._after_write()
+        self.after_write()
         return self.blueprint(blueprint_id)
 
     def blueprint(self, id_or_prefix: str) -> BlueprintRecord:
@@ -218,6 +129,7 @@ class Library:
         The same id with the same digest returns the record; with another digest E0723. Nothing is kept on
         failure.
         """
+        self.refuse_readonly()
         unpacked, digest = unpack(container), sha256_hex(container)
         files = dict(side_files or {})
         for name in files:
@@ -229,16 +141,9 @@ class Library:
         text = canonical_json(unpacked.manifest["blueprint"]["text"])
         beside = [SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())]
         envelope = self._provenance(unpacked, digest, beside, provenance or {})
-        contents = [container, text, *(files[f.name] for f in beside)]
-        wanted = {digest, sha256_hex(text), *(f.digest for f in beside)}
-        owner = leases.new_owner()
-        leases.take(self.index, owner, wanted, f"put {unpacked.manifest['artifact_id']}")
-        self.blobs.put_many(contents)
-        with self.index.write():
-            leases.check(self.index, owner, wanted)
+        contents = {digest: container, sha256_hex(text): text, **{f.digest: files[f.name] for f in beside}}
+        with self.publishing(contents, f"put {unpacked.manifest['artifact_id']}"):
             record = self._insert_artifact(unpacked, digest, sha256_hex(text), envelope, beside)
-            leases.drop(self.index, owner)
-        self._after_write()
         return record
 
     def _known(self, artifact_id: str, digest: str) -> ArtifactRecord | None:
@@ -306,10 +211,7 @@ class Library:
 
     def record(self, artifact_id: str) -> ArtifactRecord:
         """By exact id; E0721 with the nearest."""
-        found = rows.artifact(self.index, artifact_id)
-        if found is None:
-            raise not_found(self.index, artifact_id, "artifact")
-        return found
+        return verdicts.known(self, artifact_id)
 
     def read(self, artifact_id: str) -> bytes:
         """The container's bytes, hash verified (E0730 quarantines). For copying; loading goes through
@@ -345,62 +247,23 @@ class Library:
         The bytes and the compiler's signature are verified once more. Final: a later pass on a VALIDATED
         artifact adds a verdict (another card); a contradiction is E0725.
         """
-        record = self.record(artifact_id)
-        unpack(self.blobs.read(record.digest))
-        open_provenance(self.index, self.trust, record)
-        signer, text = self.signer("validator"), canonical_json(dict(report))
-        if len(text) > _MAX_REPORT_BYTES:
-            raise fail("E0735", f"report of {len(text)} bytes exceeds {_MAX_REPORT_BYTES}")
-        values = {
-            "arch": record.arch,
-            "card": card,
-            "result": VALIDATED if passed else REJECTED,
-            "reason": reason,
-            "report": sha256_hex(text),
-            "time": time.time(),
-        }
-        predicate = {**values, "policy": report.get("policy"), "blueprint": record.blueprint, "stage": 1}
-        payload = dsse.statement(record.id, record.digest, dsse.VERDICT, predicate)
-        values |= {"envelope": dsse.seal(payload, dsse.IN_TOTO, [signer]), "keyid": signer.keyid}
-        owner = leases.new_owner()
-        leases.take(self.index, owner, [values["report"]], f"verdict {artifact_id}")
-        self.blobs.put(text)
-        with self.index.write():
-            leases.check(self.index, owner, [values["report"]])
-            self._insert_verdict(artifact_id, values)
-            leases.drop(self.index, owner)
-        self._after_write()
-        found = self.verdict(artifact_id)
-        assert found is not None
-        return found
-
-    def _insert_verdict(self, artifact_id: str, values: dict[str, Any]) -> None:
-        record = self.record(artifact_id)
-        result = values["result"]
-        if record.state != PENDING_BENCHMARKING and (record.state, result) != (VALIDATED, VALIDATED):
-            raise fail(
-                "E0725",
-                f"{artifact_id} is {record.state}; a verdict {result} cannot change that",
-                node=artifact_id,
-                hint="revoke it, or compile again",
-            )
-        data = {k: values[k] for k in ("result", "reason", "report", "keyid", "arch", "card")}
-        data["envelope"] = sha256_hex(values["envelope"])
-        seq = ledger.append(self.index, "artifact.verdict", artifact_id, data)
-        rows.add_verdict(self.index, rows.artifact_num(self.index, artifact_id), {**values, "seq": seq})
-        if record.state != result:
-            rows.set_artifact_state(self.index, artifact_id, result, values["reason"])
+        return verdicts.record_verdict(self, artifact_id, report, passed=passed, reason=reason, card=card)
 
     def verdict(self, artifact_id: str) -> VerdictRecord | None:
         """The newest verdict with its report, signature verified; None while PENDING."""
-        record = self.record(artifact_id)
-        found = rows.verdict_rows(self.index, record.id)
-        if not found:
-            return None
-        arch, card, result, reason, keyid, report, envelope, when, seq = found[0]
-        open_verdict(self.trust.document(), record, envelope, seq)
-        content = parse_json(self.blobs.read(report))
-        return VerdictRecord(record.id, arch, card, result, reason, keyid, when, seq, content)
+        return verdicts.read_verdict(self, self.record(artifact_id))
+
+    def annotate(self, artifact_id: str, annotation: Mapping[str, Any]) -> int:
+        """Sign tags, risk, confidence and interest over a VALIDATED artifact; the newest version wins."""
+        return verdicts.annotate(self, artifact_id, annotation)
+
+    def annotation(self, artifact_id: str) -> dict[str, Any]:
+        """The newest annotation, signature verified; {} without one."""
+        return verdicts.newest_annotation(self, self.record(artifact_id))
+
+    def find(self, wanted: KernelQuery, *, explain: bool = False) -> KernelQueryResult:
+        """Validated artifacts that fit, best first; with `explain` also why each other one does not."""
+        return query.find(self.index, wanted, explain=explain)
 
     def move(self, artifact_id: str, state: str, reason: str, *, superseded_by: str = "") -> ArtifactRecord:
         """One legal transition with its ledger entry: E0724. Verdicts are not made here."""
@@ -412,7 +275,8 @@ class Library:
             data = {"from": record.state, "to": state, "reason": reason, "by": superseded_by}
             ledger.append(self.index, "artifact.state", artifact_id, data)
             rows.set_artifact_state(self.index, artifact_id, state, reason, superseded_by)
-        self._after_write()
+            query.drop_facts(self.index, rows.artifact_num(self.index, artifact_id))
+        self.after_write()
         return self.record(artifact_id)
 
     def supersede(self, artifact_id: str, by: str, reason: str = "") -> ArtifactRecord:
@@ -430,34 +294,17 @@ class Library:
         """Never load it again. Final."""
         return self.move(artifact_id, REVOKED, reason)
 
-    # -- measurements and the ledger's head --------------------------------------------------------
+    # -- measurements ----------------------------------------------------------------------------------
 
     def put_measurement(
         self, group_hash: str, arch: str, toolchain: str, measurement: Mapping[str, Any]
     ) -> None:
         """Keep one timing for the tuner; see library.measurements."""
-        self._measurements().put(group_hash, arch, toolchain, measurement)
+        self.timings().put(group_hash, arch, toolchain, measurement)
 
     def measurements(self, group_hash: str, arch: str, toolchain: str) -> list[dict[str, Any]]:
         """Every timing kept under this key, oldest first."""
-        return self._measurements().get(group_hash, arch, toolchain)
-
-    def _measurements(self) -> Measurements:
-        if self._timings is None:
-            self._timings = Measurements(self.home, readonly=self.readonly, wait_s=self.index.wait_s)
-        return self._timings
-
-    def _after_write(self) -> None:
-        size, frontier = ledger.state(self.index)
-        seen.note(self.trust.home, self.origin, size, frontier.root())
-        self._sign_head(every=ledger.CHECKPOINT_EVERY)
-
-    def _sign_head(self, every: int) -> None:
-        """Sign a checkpoint when the ledger grew by `every` entries, with whichever role this handle has."""
-        size, _ = ledger.state(self.index)
-        role = next((r for r in ("validator", "compiler") if r in self.roles), None)
-        if role is not None and size - ledger.last_checkpoint(self.index) >= every:
-            ledger.checkpoint(self.index, self.origin, self.signer(role))
+        return self.timings().get(group_hash, arch, toolchain)
 
 
 def record_of(unpacked: Container, digest: str, seq: int) -> ArtifactRecord:

@@ -18,7 +18,7 @@ HEAD = len(MAGIC) + 8
 
 
 def respell(data: bytes, change: Any) -> bytes:
-    """The container with its manifest changed and everything else adapted, so that only the change is wrong."""
+    """The container with its manifest changed and all else adapted, so that only the change is wrong."""
     (length,) = struct.unpack_from("<Q", data, len(MAGIC))
     manifest = parse_json(data[HEAD : HEAD + length])
     base = -(-(HEAD + length) // ALIGN) * ALIGN
@@ -61,7 +61,7 @@ def test_every_cut_and_every_extension_is_refused() -> None:
 
 
 def test_any_flipped_byte_is_refused_or_changes_the_digest() -> None:
-    """Free text in the manifest may change and still parse: then the digest that the signature covers differs."""
+    """Free text may change and still parse: then the digest that the signature covers differs."""
     data = make_container(size=64)
     refused = 0
     for i in range(len(data)):

@@ -129,7 +129,7 @@ def test_roles(home: Path) -> None:
     with Library.open(home, readonly=True) as runtime:
         runtime.warm()
         assert runtime.load(artifact).record.id == artifact
-        assert code_of(runtime.put_artifact, make_container(9)) == ("E0752", 12)
+        assert code_of(runtime.put_artifact, make_container(9)) == ("E0712", 16)
         assert code_of(runtime.revoke, artifact, "") == ("E0712", 16)
 
 

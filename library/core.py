@@ -1,0 +1,148 @@
+"""What every part of the library works with: an open directory, its rows, its keys, and the way to
+publish."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from library import crypto, leases, ledger, seen
+from library.blobs import Blobs
+from library.disk import Disk
+from library.dsse import Signer
+from library.errors import fail
+from library.index import Index
+from library.layout import open_layout
+from library.measurements import Measurements
+from library.paths import library_home, trust_home
+from library.trust import TrustStore
+
+
+class Core:
+    """An open library. Safe to use from several threads; each process opens its own."""
+
+    def __init__(
+        self, home: Path, index: Index, blobs: Blobs, trust: TrustStore, roles: Collection[str]
+    ) -> None:
+        self.home, self.index, self.blobs, self.trust = home, index, blobs, trust
+        self.roles = frozenset(roles)
+        self.readonly = index.readonly
+        row = index.row("SELECT value FROM meta WHERE key = 'origin'")
+        if row is None:
+            raise fail("E0709", f"{home}: esper.db does not say which library it is")
+        self.origin: str = row[0]
+        self._timings: Measurements | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str | None = None,
+        *,
+        create: bool = True,
+        readonly: bool = False,
+        roles: Collection[str] = ("compiler", "validator"),
+        trust: Path | str | None = None,
+        wait_s: float = 30.0,
+        disk: Disk | None = None,
+    ) -> Self:
+        """Open, and with `create` first make, the library at `path`. `roles`: whose keys this handle may
+        open.
+
+        `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a
+        local one.
+        """
+        home = library_home(path)
+        open_layout(home, create=create and not readonly)
+        keys = TrustStore(trust_home(trust))
+        if roles and not readonly:
+            keys.bootstrap()
+        blobs = Blobs(home, disk)
+        index: Index | None = None
+        try:
+            index = Index(home, readonly=readonly, wait_s=wait_s)
+            return cls(home, index, blobs, keys, () if readonly else roles)
+        except BaseException:
+            blobs.close()
+            if index is not None:
+                index.close()
+            raise
+
+    def close(self) -> None:
+        """Sign the ledger's head if this handle may, and give everything back."""
+        if not self.readonly and self.roles and self.index.connection_open():
+            self._sign_head(every=1)
+        if self._timings is not None:
+            self._timings.close()
+        self.index.close()
+        self.blobs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def warm(self) -> None:
+        """Import the signature code and verify the trust store now, so that the first load does not pay for
+        it."""
+        crypto.warm()
+        self.trust.document()
+
+    def signer(self, role: str) -> Signer:
+        """The local key of `role`, if this handle was opened for it: E0752 otherwise."""
+        if role not in self.roles:
+            open_for = ", ".join(sorted(self.roles)) or "none"
+            raise fail("E0752", f"this process may not sign as {role} (open roles: {open_for})")
+        return self.trust.signer(role)
+
+    @contextmanager
+    def publishing(self, contents: Mapping[str, bytes], purpose: str) -> Iterator[None]:
+        """Make objects (by digest) durable under a lease, then run the body in the transaction that names
+        them.
+
+        Anything that goes wrong leaves at most objects without a row, which collection removes.
+        """
+        self.refuse_readonly()
+        owner = leases.new_owner()
+        leases.take(self.index, owner, contents, purpose)
+        try:
+            self.blobs.put_many(contents.values())
+            with self.index.write():
+                leases.check(self.index, owner, contents)
+                yield
+                leases.drop(self.index, owner)
+        except BaseException:
+            leases.abandon(self.index, owner)
+            raise
+        self.after_write()
+
+    def refuse_readonly(self) -> None:
+        """E0712 on a handle that may not write, before anything is prepared."""
+        if self.readonly:
+            raise fail(
+                "E0712", f"library {self.home} is opened read-only", hint="open it with readonly=False"
+            )
+
+    def timings(self) -> Measurements:
+        """The measurement store, opened when first wanted."""
+        if self._timings is None:
+            self._timings = Measurements(self.home, readonly=self.readonly, wait_s=self.index.wait_s)
+        return self._timings
+
+    def after_write(self) -> None:
+        """After a commit: remember how long the ledger is, and now and then sign its head."""
+        size, frontier = ledger.state(self.index)
+        seen.note(self.trust.home, self.origin, size, frontier.root())
+        self._sign_head(every=ledger.CHECKPOINT_EVERY)
+
+    def _sign_head(self, every: int) -> None:
+        """Sign a checkpoint when the ledger grew by `every` entries, with whichever role this handle has."""
+        size, _ = ledger.state(self.index)
+        role = next((r for r in ("validator", "compiler") if r in self.roles), None)
+        if role is not None and size - ledger.last_checkpoint(self.index) >= every:
+            ledger.checkpoint(self.index, self.origin, self.signer(role))

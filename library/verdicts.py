@@ -1,0 +1,133 @@
+"""What validators sign about artifacts: verdicts (final) and annotations (versioned, the newest wins)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from library import dsse, ledger, query, rows
+from library.canon import canonical_json, parse_json, sha256_hex
+from library.core import Core
+from library.errors import fail
+from library.loading import open_provenance, open_verdict, refuse_revoked
+from library.manifest import unpack
+from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED, ArtifactRecord, VerdictRecord
+from library.resolve import not_found
+
+MAX_REPORT_BYTES = 16 << 20
+ANNOTATED = ("generated_tags", "risk_score", "conf_level", "urabrask_interest")
+
+
+def known(core: Core, artifact_id: str) -> ArtifactRecord:
+    """By exact id; E0721 with the nearest."""
+    found = rows.artifact(core.index, artifact_id)
+    if found is None:
+        raise not_found(core.index, artifact_id, "artifact")
+    return found
+
+
+def record_verdict(
+    core: Core, artifact_id: str, report: Mapping[str, Any], *, passed: bool, reason: str, card: str
+) -> VerdictRecord:
+    """See Library.record_verdict."""
+    core.refuse_readonly()
+    record = known(core, artifact_id)
+    unpack(core.blobs.read(record.digest))
+    open_provenance(core.index, core.trust, record)
+    signer, text = core.signer("validator"), canonical_json(dict(report))
+    if len(text) > MAX_REPORT_BYTES:
+        raise fail("E0735", f"report of {len(text)} bytes exceeds {MAX_REPORT_BYTES}")
+    values = {
+        "arch": record.arch,
+        "card": card,
+        "result": VALIDATED if passed else REJECTED,
+        "reason": reason,
+        "report": sha256_hex(text),
+        "time": time.time(),
+    }
+    predicate = {**values, "policy": report.get("policy"), "blueprint": record.blueprint, "stage": 1}
+    payload = dsse.statement(record.id, record.digest, dsse.VERDICT, predicate)
+    values |= {"envelope": dsse.seal(payload, dsse.IN_TOTO, [signer]), "keyid": signer.keyid}
+    with core.publishing({values["report"]: text}, f"verdict {artifact_id}"):
+        insert_verdict(core, artifact_id, values, report)
+    found = read_verdict(core, known(core, artifact_id))
+    assert found is not None
+    return found
+
+
+def insert_verdict(
+    core: Core, artifact_id: str, values: Mapping[str, Any], report: Mapping[str, Any]
+) -> None:
+    """The rows and ledger entry of a verdict whose signature holds; inside a transaction. E0725."""
+    record, result = known(core, artifact_id), values["result"]
+    if record.state != PENDING_BENCHMARKING and (record.state, result) != (VALIDATED, VALIDATED):
+        raise fail(
+            "E0725",
+            f"{artifact_id} is {record.state}; a verdict {result} cannot change that",
+            node=artifact_id,
+            hint="revoke it, or compile again",
+        )
+    data = {k: values[k] for k in ("result", "reason", "report", "keyid", "arch", "card")}
+    data["envelope"] = sha256_hex(values["envelope"])
+    seq = ledger.append(core.index, "artifact.verdict", artifact_id, data)
+    num = rows.artifact_num(core.index, artifact_id)
+    rows.add_verdict(core.index, num, {**values, "seq": seq})
+    if record.state != result:
+        rows.set_artifact_state(core.index, artifact_id, result, values["reason"])
+    if result == VALIDATED:
+        query.write_facts(core.index, num, record, {**report, **newest_annotation(core, record)})
+
+
+def read_verdict(core: Core, record: ArtifactRecord) -> VerdictRecord | None:
+    """The newest verdict with its report, signature and report digest verified; None while PENDING."""
+    found = rows.verdict_rows(core.index, record.id)
+    if not found:
+        return None
+    arch, card, result, reason, keyid, report, envelope, when, seq = found[0]
+    open_verdict(core.trust.document(), record, envelope, seq)
+    content = parse_json(core.blobs.read(report))
+    return VerdictRecord(record.id, arch, card, result, reason, keyid, when, seq, content)
+
+
+def annotate(core: Core, artifact_id: str, annotation: Mapping[str, Any]) -> int:
+    """Sign a new annotation over a VALIDATED artifact; its version. Fields: ANNOTATED, others E0720."""
+    core.refuse_readonly()
+    unknown = sorted(set(annotation) - set(ANNOTATED))
+    if unknown:
+        raise fail("E0720", f"annotation fields not known: {', '.join(unknown)}")
+    record, signer = known(core, artifact_id), core.signer("validator")
+    if record.state != VALIDATED:
+        raise fail(
+            "E0724", f"{artifact_id} is {record.state}; only VALIDATED ones are annotated", node=artifact_id
+        )
+    verdict = read_verdict(core, record)
+    with core.index.write():
+        version = rows.annotation_version(core.index, artifact_id) + 1
+        predicate = {"version": version, "time": time.time(), "annotation": dict(annotation)}
+        payload = dsse.statement(record.id, record.digest, dsse.ANNOTATION, predicate)
+        envelope = dsse.seal(payload, dsse.IN_TOTO, [signer])
+        data = {"version": version, "envelope": sha256_hex(envelope), "keyid": signer.keyid}
+        seq = ledger.append(core.index, "artifact.annotated", artifact_id, data)
+        num = rows.artifact_num(core.index, artifact_id)
+        rows.add_annotation(core.index, num, (version, signer.keyid, envelope, predicate["time"], seq))
+        report = dict(verdict.report) if verdict else {}
+        query.write_facts(core.index, num, record, {**report, **annotation})
+    core.after_write()
+    return version
+
+
+def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:
+    """The newest annotation, signature verified; {} without one."""
+    row = rows.annotation_row(core.index, record.id)
+    if row is None:
+        return {}
+    version, envelope, seq = row
+    document = core.trust.document()
+    what = f"annotation {version} of {record.id}"
+    opened = dsse.open_envelope(envelope, dsse.IN_TOTO, document.role_keys("validator"), what=what)
+    refuse_revoked(document, opened.keyids, seq, record.id)
+    predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.ANNOTATION)
+    if predicate.get("version") != version:
+        raise fail("E0746", f"annotation stored as version {version} is another", node=record.id)
+    return dict(predicate["annotation"])
