@@ -1,0 +1,148 @@
+"""The eager twin: a torch module that runs the reference. Fallback, baseline and starting point of training."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from esper_ir.diagnostics import EXIT_INTEGRITY, EsperError
+from esper_ir.graph import Blueprint, Leaf
+from esper_ir.ops.rules import torch_dtype
+from esper_ir.reference import check_values, evaluate, sizes_of
+from esper_ir.safetensors import read_tensor
+from esper_ir.verify import typed
+
+
+def _shape(leaf: Leaf) -> list[int]:
+    sizes = [d.static for d in leaf.type.shape]
+    if any(s is None for s in sizes):
+        raise EsperError("E0404", f"{leaf.kind} {leaf.name} has a symbolic shape", node=leaf.name, hint="give sizes")
+    return [s for s in sizes if s is not None]
+
+
+def _fans(shape: list[int]) -> tuple[int, int]:
+    """(fan in, fan out) as torch.nn.init counts them: of a weight [out, in, ...]."""
+    if len(shape) < 2:
+        return (shape[0] if shape else 1,) * 2
+    receptive = math.prod(shape[2:])
+    return shape[1] * receptive, shape[0] * receptive
+
+
+def _bound(kind: str, init: Mapping[str, float], shape: list[int]) -> float:
+    fan_in, fan_out = _fans(shape)
+    if kind == "kaiming_uniform":
+        gain = math.sqrt(2.0 / (1.0 + init.get("a", math.sqrt(5.0)) ** 2))
+        return gain * math.sqrt(3.0 / max(fan_in, 1))
+    return math.sqrt(6.0 / max(fan_in + fan_out, 1))
+
+
+def initialise(leaf: Leaf, generator: torch.Generator | None = None) -> Tensor:
+    """A fresh value of a param or buffer, drawn in float32 (float64 for float64) on the CPU, then rounded.
+
+    Without an initialiser: zeros. Formulas are those of torch.nn.init. Raises EsperError E0404 for a symbolic shape.
+    """
+    init = dict(leaf.init or {"kind": "zeros"})
+    kind = init.pop("kind")
+    shape = _shape(leaf)
+    dtype = torch_dtype(leaf.type.dtype)
+    draw = torch.float64 if dtype is torch.float64 else torch.float32
+    value = torch.zeros(shape, dtype=draw)
+    if kind == "ones":
+        value.fill_(1.0)
+    elif kind == "constant":
+        value.fill_(init["value"])
+    elif kind == "eye":
+        value = torch.eye(shape[0], shape[1], dtype=draw) if len(shape) == 2 else value.fill_(1.0)
+    elif kind == "normal":
+        value.normal_(init.get("mean", 0.0), init.get("std", 1.0), generator=generator)
+    elif kind == "uniform":
+        value.uniform_(init.get("low", 0.0), init.get("high", 1.0), generator=generator)
+    elif kind in ("kaiming_uniform", "xavier_uniform"):
+        bound = _bound(kind, init, shape)
+        value.uniform_(-bound, bound, generator=generator)
+    return value.to(dtype)
+
+
+def constant_value(leaf: Leaf, base: Path | None = None) -> Tensor:
+    """The value of a constant: inline data, or a tensor of a safetensors file in `base` whose digest must match.
+
+    Raises EsperError E0112 (data of another shape, no such tensor), E0113 (no such file), exit 11 on another digest.
+    """
+    dtype, shape = torch_dtype(leaf.type.dtype), _shape(leaf)
+    if isinstance(leaf.data, Mapping):
+        path = (base or Path()) / leaf.data["file"]
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise EsperError("E0113", f"cannot read {path}: {error.strerror}", node=leaf.name) from None
+        if hashlib.sha256(data).hexdigest() != leaf.data["sha256"]:
+            raise EsperError("E0112", f"{path} has another digest", node=leaf.name, exit_code=EXIT_INTEGRITY)
+        found = read_tensor(data, leaf.data.get("key", leaf.name))
+    else:
+        try:
+            found = torch.tensor(leaf.data, dtype=torch.float64 if leaf.type.dtype.is_floating else dtype)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise EsperError("E0112", f"{leaf.name}: {error}", node=leaf.name) from None
+    if list(found.shape) != shape:
+        raise EsperError("E0112", f"{leaf.name}: data of shape {list(found.shape)}, declared {shape}", node=leaf.name)
+    return found.to(dtype)
+
+
+class EagerTwin(nn.Module):
+    """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint.
+
+    `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of them.
+    Names with dots are kept in `names`; torch sees them with "_" for ".".
+    """
+
+    def __init__(self, blueprint: Blueprint, generator: torch.Generator | None = None, base: Path | None = None) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+        self.graph = typed(blueprint)
+        self.names = {leaf.name: leaf.name.replace(".", "_") for leaf in blueprint.leaves if leaf.kind != "input"}
+        if len(set(self.names.values())) != len(self.names):
+            raise EsperError("E0404", "two params have the same name once dots are underscores", hint="rename one")
+        wanted = blueprint.differentiable
+        for leaf in blueprint.of_kind("param"):
+            trained = leaf.type.dtype.is_floating and (wanted is None or leaf.name in wanted)
+            value = nn.Parameter(initialise(leaf, generator), requires_grad=trained)
+            self.register_parameter(self.names[leaf.name], value)
+        for leaf in blueprint.of_kind("buffer"):
+            self.register_buffer(self.names[leaf.name], initialise(leaf, generator))
+        for leaf in blueprint.of_kind("constant"):
+            self.register_buffer(self.names[leaf.name], constant_value(leaf, base), persistent=False)
+
+    def values(self) -> dict[str, Tensor]:
+        """Params, buffers and constants under their names in the blueprint."""
+        return {name: getattr(self, attribute) for name, attribute in self.names.items()}
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Raises EsperError E0402 when a shape or dtype does not fit the blueprint."""
+        leaves = self.blueprint.of_kind("input")
+        if len(inputs) != len(leaves):
+            raise EsperError("E0402", f"{self.blueprint.name} takes {len(leaves)} inputs, not {len(inputs)}")
+        given = {leaf.name: value for leaf, value in zip(leaves, inputs, strict=True)}
+        found = evaluate(self.graph, {**given, **self.values()})
+        out = tuple(found.values())
+        return out[0] if len(out) == 1 else out
+
+    def extra_repr(self) -> str:
+        return self.blueprint.name
+
+
+def to_torch(blueprint: Blueprint, base: Path | None = None) -> EagerTwin:
+    """The blueprint as a torch module that runs the reference."""
+    return EagerTwin(blueprint, base=base)
+
+
+def check_inputs(blueprint: Blueprint, values: Mapping[str, Tensor]) -> dict[str, int]:
+    """Sizes of the dims that these tensors give; E0402 when they do not fit."""
+    types = {leaf.name: leaf.type for leaf in blueprint.leaves if leaf.name in values}
+    sizes = sizes_of(types, values)
+    check_values(types, values, sizes)
+    return sizes
