@@ -81,7 +81,7 @@ class UrabraskValidationReport:
     """The signed content of a verdict. `report_timestamp`: seconds since 1970, UTC.
 
     `benchmark_results`: stage metrics by stage; `baseline_comparison`: percent gained against eager (positive is
-    faster) by phase; `risk_score`, `conf_level`, `urabrask_interest` belong to annotations made later.
+    faster) by phase; `risk_score`, `conf_level`, `urabrask_interest` belong to annotations made later. `policy` names the rules; revoking one revokes its verdicts.
     """
 
     artifact_id: str
@@ -98,6 +98,7 @@ class UrabraskValidationReport:
     risk_score: Number = UNMEASURED
     conf_level: str = "Speculative"
     urabrask_interest: Number = UNMEASURED
+    policy: str = ""
     schema: str = SCHEMA
 
     def to_json(self) -> dict[str, Any]:

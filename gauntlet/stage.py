@@ -81,12 +81,16 @@ Emit = Callable[[Mapping[str, Any]], None]
 
 @dataclass
 class Context:
-    """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases."""
+    """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases.
+
+    `latest`: the case that was begun last.
+    """
 
     subject: Subject
     emit: Emit
     quick: bool = False
     seed: int = 0
+    latest: Recipe | None = None
 
     @contextlib.contextmanager
     def launching(self, seconds: float = LAUNCH_SECONDS) -> Iterator[None]:
@@ -99,6 +103,7 @@ class Context:
 
     def at(self, recipe: Recipe) -> None:
         """The supervisor saves this case if the worker does not live to tell."""
+        self.latest = recipe
         self.emit({"event": "case", "recipe": recipe.to_json()})
 
 

@@ -1,0 +1,179 @@
+"""`esper-gauntlet`: prove artifacts, show what was found, replay a rejection."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EsperError
+
+SCHEMA = "esper-gauntlet/1"
+MARKS = {"VALIDATED": ("green", "VALIDATED"), "REJECTED": ("red", "REJECTED"), "PENDING_BENCHMARKING": ("yellow", "PENDING")}
+
+library_option = click.option("--library", metavar="DIR", help="Library to use (default: ESPER_LIBRARY, else the user's).")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+device_option = click.option("--device", metavar="NAME", help="cpu or cuda:N (default: what the artifact is for).")
+
+
+def _emit(document: dict[str, Any]) -> None:
+    click.echo(json.dumps({"schema": SCHEMA, **document}, indent=2, sort_keys=True))
+
+
+@contextlib.contextmanager
+def _named(as_json: bool) -> Iterator[None]:
+    """Refusals become a line on standard error (or a document), and the exit code of their code."""
+    try:
+        yield
+    except EsperError as error:
+        if as_json:
+            _emit({"error": error.to_json()})
+        else:
+            click.echo(error.render(), err=True)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was recorded for the artifact being judged", err=True)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="esper-forge")
+def main() -> None:
+    """Prove, measure and explain compiled kernels."""
+
+
+@main.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--pending", is_flag=True, help="Every artifact that has no verdict yet (the default without ID).")
+@click.option("--quick", is_flag=True, help="The short list of cases; the verdict counts all the same.")
+@device_option
+@library_option
+@json_option
+def bench(
+    ids: tuple[str, ...], pending: bool, quick: bool, device: str | None, library: str | None, as_json: bool
+) -> None:
+    """Run artifacts through every stage and sign the verdicts. Exit 1 if any is REJECTED."""
+    from gauntlet.isolate import ForkServer
+    from gauntlet.runner import Verdict, prove
+    from library.store import Library
+
+    with _named(as_json), Library.open(library, create=False, roles=("validator",)) as opened, ForkServer() as server:
+        chosen = list(ids)
+        if pending or not ids:
+            chosen += [r.id for r in opened.artifacts(state="PENDING_BENCHMARKING") if r.id not in chosen]
+        bar = _Progress(len(chosen))
+        verdicts: list[Verdict] = []
+        errors: list[EsperError] = []
+        for artifact_id in chosen:
+            try:
+                found = prove(
+                    artifact_id, library=opened, quick=quick, device=device, server=server, progress=bar.event
+                )
+            except EsperError as error:
+                errors.append(error)
+                bar.error(error)
+                continue
+            verdicts.append(found)
+            bar.verdict(found)
+        if as_json:
+            failed = {"errors": [e.to_json() for e in errors]} if errors else {}
+            _emit({"verdicts": [v.to_json() for v in verdicts], **failed})
+        elif not chosen:
+            click.echo("nothing is pending", err=True)
+    raise SystemExit(_exit_code(verdicts, errors))
+
+
+def _exit_code(verdicts: list[Any], errors: list[EsperError]) -> int:
+    if any(v.passed is False for v in verdicts):
+        return EXIT_FAILURE
+    if errors:
+        return errors[0].exit_code
+    return EXIT_FAILURE if any(v.passed is None for v in verdicts) else EXIT_OK
+
+
+class _Progress:
+    """Lines on standard error: the running stage on a terminal, one line per verdict everywhere."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.done, self.began = count, 0, time.monotonic()
+        self.live = sys.stderr.isatty()
+        self.colour = self.live and not os.environ.get("NO_COLOR")
+
+    def event(self, artifact_id: str, event: Any) -> None:
+        if self.live and event.get("event") == "stage":
+            left = ""
+            if self.done:
+                each = (time.monotonic() - self.began) / self.done
+                left = f", about {each * (self.count - self.done):.0f} s left"
+            click.echo(f"\r\x1b[K{self.done + 1}/{self.count} {artifact_id}: {event['name']}{left}", nl=False, err=True)
+
+    def _line(self, text: str) -> None:
+        click.echo(("\r\x1b[K" if self.live else "") + text, err=True)
+        self.done += 1
+
+    def verdict(self, found: Any) -> None:
+        colour, word = MARKS[found.state]
+        mark = click.style(word, fg=colour) if self.colour else word
+        again = "" if found.recorded or found.passed is None else " (recorded before)"
+        self._line(f"{mark} {found.artifact_id} {found.seconds:.1f} s{again}")
+        if found.reason:
+            click.echo(f"  {found.reason}", err=True)
+        if found.case:
+            click.echo(f"  esper-gauntlet replay {found.case[:16]}", err=True)
+
+    def error(self, error: EsperError) -> None:
+        self._line(error.render())
+
+
+@main.command()
+@click.argument("artifact", metavar="ID")
+@library_option
+@json_option
+def show(artifact: str, library: str | None, as_json: bool) -> None:
+    """The verdict on an artifact: every stage, its reason and its numbers."""
+    from library.store import Library
+
+    with _named(as_json), Library.open(library, create=False, readonly=True) as opened:
+        record = opened.resolve(artifact)
+        verdict = opened.verdict(record.id)
+        if as_json:
+            _emit({"artifact_id": record.id, "state": record.state, "verdict": verdict.to_json() if verdict else None})
+            return
+        click.echo(f"{record.id}  {record.name}  {record.state}")
+        if verdict is None:
+            click.echo(f"no verdict yet: esper-gauntlet bench {record.id}")
+            return
+        for stage in verdict.report["stages"]:
+            click.echo(f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}")
+            for key, value in sorted(stage["metrics"].items()):
+                click.echo(f"           {key} = {value}")
+            if stage["case"]:
+                click.echo(f"           esper-gauntlet replay {stage['case'][:16]}")
+
+
+@main.command()
+@click.argument("case", metavar="CASE")
+@device_option
+@library_option
+@json_option
+def replay(case: str, device: str | None, library: str | None, as_json: bool) -> None:
+    """Run one stored case of a rejected artifact again, alone. Exit 1 when it still fails."""
+    from gauntlet.runner import replay as run
+
+    with _named(as_json):
+        found = run(case, library=library, device=device)
+    if as_json:
+        _emit({"passed": found.passed, "reason": found.reason, "stages": [vars(s) for s in found.stages]})
+    else:
+        click.echo("it passes now" if found.passed else f"it still fails: {found.reason}")
+    raise SystemExit(EXIT_OK if found.passed else EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    main()

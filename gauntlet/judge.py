@@ -1,0 +1,157 @@
+"""What a worker does: take the artifact's bytes, run the stages in order up to the first that fails, report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.discover import collect
+from gauntlet import cases, inputs, stages
+from gauntlet.jobs import decode_job
+from gauntlet.stage import Context, Emit, Failed, Outcome, Passed, Recipe, Skipped, Stage
+from gauntlet.subject import Subject
+from library.manifest import unpack
+
+MEMORY_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+CUDA_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "device-side assert")
+
+
+def all_stages() -> list[Stage]:
+    """In their order."""
+    return sorted(collect(stages, "STAGE").values(), key=lambda s: s.order)
+
+
+def _read(fd: int) -> bytes:
+    size = os.fstat(fd).st_size
+    return os.pread(fd, size, 0)
+
+
+def run(arguments: int, result: int, spill: int) -> None:
+    """The worker of `prove` and `replay`."""
+
+    def emit(event: Mapping[str, Any]) -> None:
+        os.write(result, json.dumps(event).encode() + b"\n")
+
+    job, case, container = decode_job(_read(arguments))
+    os.close(arguments)
+    subject = Subject(unpack(container), torch.device(job["device"]))
+    if case:
+        subject.stored = {n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()}
+    context = Context(subject, emit, job["quick"], job["seed"])
+    emit({"event": "context", **hardware(subject.device)})
+    recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
+    try:
+        for stage in all_stages():
+            if (job.get("stages") and stage.name not in job["stages"]) or (job["quick"] and not stage.quick):
+                continue
+            if not _run_stage(stage, context, recipe, spill):
+                break
+    except Exception as error:
+        emit({"event": "broke", "what": f"{type(error).__name__}: {error}"})
+        traceback.print_exc()
+        raise
+    emit({"event": "done"})
+
+
+def _run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int) -> bool:
+    """Whether the stages after it still matter."""
+    context.emit({"event": "stage", "name": stage.name})
+    began = time.monotonic()
+    outcome = _guarded(stage, context, recipe)
+    told: dict[str, Any] = {"event": "result", "name": stage.name, "seconds": time.monotonic() - began}
+    if isinstance(outcome, Passed):
+        told |= {"outcome": "passed", "metrics": dict(outcome.metrics)}
+    elif isinstance(outcome, Skipped):
+        told |= {"outcome": "skipped", "reason": outcome.reason}
+    else:
+        told |= {"outcome": "failed", "reason": outcome.reason, "metrics": dict(outcome.metrics)}
+        if outcome.case:
+            told["recipe"] = outcome.case.to_json()
+            _spill(stage, context, outcome, spill)
+    context.emit(told)
+    return not isinstance(outcome, Failed)
+
+
+def _guarded(stage: Stage, context: Context, recipe: Recipe | None) -> Outcome:
+    """What the runtime refuses, or the device reports, about a candidate is the candidate's failure."""
+    try:
+        return stage.check(context, recipe) if recipe else stage.run(context)
+    except EsperError as error:
+        if not error.code.startswith(("E07", "E08")):
+            raise
+        return Failed(error.render().replace("\n", " "), context.latest)
+    except (RuntimeError, MemoryError) as error:
+        text = str(error) or "out of memory"
+        if isinstance(error, MemoryError) or any(sign in text for sign in MEMORY_SIGNS):
+            return Failed(f"memory: {text.splitlines()[0]}", context.latest)
+        if any(sign in text for sign in CUDA_SIGNS):
+            return Failed(f"the device reports: {text.splitlines()[0]}", context.latest)
+        raise
+    finally:
+        context.emit({"event": "landed"})
+
+
+def _spill(stage: Stage, context: Context, failed: Failed, spill: int) -> None:
+    """The failing case's tensors; a device that no longer answers costs only the tensors."""
+    assert failed.case is not None
+    try:
+        tensors = inputs.stored_form(context.subject, failed.case)
+    except RuntimeError:
+        traceback.print_exc()
+        return
+    subject = context.subject
+    data = cases.encode(cases.Case(subject.artifact_id, stage.name, failed.reason, failed.case.to_json(), tensors))
+    os.ftruncate(spill, 0)
+    os.pwrite(spill, data, 0)
+
+
+def materialise(arguments: int, result: int, spill: int) -> None:
+    """Make the tensors of a case without loading any candidate code: after a worker died on it."""
+
+    def emit(event: Mapping[str, Any]) -> None:
+        os.write(result, json.dumps(event).encode() + b"\n")
+
+    job, _, container = decode_job(_read(arguments))
+    subject = Subject(unpack(container), torch.device("cpu"))
+    recipe = Recipe.of(job["recipe"])
+    tensors = inputs.stored_form(subject, recipe)
+    data = cases.encode(cases.Case(subject.artifact_id, recipe.stage, job["reason"], recipe.to_json(), tensors))
+    os.pwrite(spill, data, 0)
+    emit({"event": "done"})
+
+
+def probe(arguments: int, result: int, spill: int) -> None:
+    """Does the device still compute? A fresh context, a small sum, its answer."""
+    device = torch.device(json.loads(_read(arguments))["device"])
+    total = int(torch.arange(1 << 16, device=device).sum())
+    os.write(result, json.dumps({"event": "probe", "good": total == (1 << 16) * ((1 << 16) - 1) // 2}).encode() + b"\n")
+    os.write(result, b'{"event": "done"}\n')
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What ran it."""
+    if device.type == "cpu":
+        return {"device": "cpu", "card": _processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": str(device),
+        "card": properties.name,
+        "arch": f"sm_{properties.major}{properties.minor}",
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
+    except OSError:
+        return "cpu"

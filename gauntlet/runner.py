@@ -1,0 +1,264 @@
+"""Proves one artifact: workers judge, the supervisor (here) alone signs.
+
+The supervisor opens the library with the validator key, hands the verified bytes to a worker that sees neither library
+nor keys, puts down what came back, stores a failing case and records the verdict. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from esper_ir.diagnostics import EXIT_BACKEND, EsperError
+from gauntlet import cases, quarantine
+from gauntlet.isolate import CRASH, ENDLESS, FINISHED, ILLEGAL, MACHINE, MEMORY, Ending, Event, ForkServer, Limits
+from gauntlet.jobs import encode_job
+from gauntlet.report import UNMEASURED, WEP, StageReport, UrabraskValidationReport
+from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
+from library.store import Library
+
+CASES = "cases"
+BLAMED = (CRASH, ILLEGAL, ENDLESS, MEMORY)
+POLICY = "stage-1/1"
+"""Name of the rules a verdict was made under; a change of bounds or stages makes a new one."""
+Progress = Callable[[str, Event], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`passed` None: the machine failed, nothing was recorded and the artifact is still pending. `case`: digest."""
+
+    artifact_id: str
+    passed: bool | None
+    reason: str
+    stages: tuple[StageReport, ...]
+    seconds: float
+    case: str = ""
+    recorded: bool = True
+
+    @property
+    def state(self) -> str:
+        if self.passed is None:
+            return PENDING_BENCHMARKING
+        return VALIDATED if self.passed else REJECTED
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "artifact_id": self.artifact_id,
+            "verdict": self.state,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 3),
+            "case": self.case,
+            "stages": [vars(s) for s in self.stages],
+        }
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the workers found about some bytes, before anything is signed. `spill`: the failing case, encoded."""
+
+    passed: bool | None
+    reason: str
+    stages: tuple[StageReport, ...]
+    context: Mapping[str, Any]
+    seconds: float
+    spill: bytes = b""
+
+
+def prove(
+    artifact_id: str,
+    *,
+    library: Path | str | Library | None = None,
+    quick: bool = False,
+    device: str | None = None,
+    server: ForkServer | None = None,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Run every stage on one artifact and record the signed verdict. An artifact that has a verdict keeps it.
+
+    `library`: an open one (with the validator's role), a path, or the default place. `device`: "cpu", "cuda:0"; by
+    default what the artifact is for. E07xx from the library; E0902, E0903 when the machine is not fit to judge.
+    """
+    if not isinstance(library, Library):
+        with Library.open(library, create=False, roles=("validator",)) as opened:
+            return prove(
+                artifact_id, library=opened, quick=quick, device=device, server=server, progress=progress
+            )
+    if server is None:
+        with ForkServer() as own:
+            return prove(
+                artifact_id, library=library, quick=quick, device=device, server=own, progress=progress
+            )
+    record = library.resolve(artifact_id)
+    known = library.verdict(record.id)
+    if known is not None:
+        return _known(record.id, known.passed, known.reason, known.report)
+    loaded = library.load(record.id, allow_unvalidated=True)
+    chosen = device or default_device(record.kind)
+    quarantine.refuse(library.home, chosen)
+    found = judge(loaded.container.data, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+    if found.passed is None and chosen != "cpu":
+        quarantine.probe(library.home, chosen, server)
+    if found.passed is None:
+        return Verdict(record.id, None, found.reason, found.stages, found.seconds, recorded=False)
+    digest = cases.save(library.home / CASES, found.spill).stem if found.spill else ""
+    stages = tuple(replace(s, case=digest) if s.outcome == "failed" else s for s in found.stages)
+    report = _report(record.id, found, stages)
+    card = str(found.context.get("card", ""))
+    library.record_verdict(record.id, report.to_json(), passed=found.passed, reason=found.reason, card=card)
+    if not found.passed and chosen != "cpu":
+        quarantine.probe(library.home, chosen, server)
+    return Verdict(record.id, found.passed, found.reason, stages, found.seconds, digest)
+
+
+def _known(artifact_id: str, passed: bool, reason: str, report: Mapping[str, Any]) -> Verdict:
+    stages = tuple(StageReport(**s) for s in report.get("stages", ()))
+    case = next((s.case for s in stages if s.case), "")
+    return Verdict(artifact_id, passed, reason, stages, float(report.get("seconds", 0.0)), case, recorded=False)
+
+
+def default_device(kind: str) -> str:
+    """Of an artifact for this kind of target. E0903 for kinds that nothing here can judge."""
+    devices = {"cpu": "cpu", "cuda": "cuda:0"}
+    if kind not in devices:
+        raise EsperError(
+            "E0903",
+            f"no device of kind {kind!r} to prove an artifact on",
+            hint="prove it on a machine that has one",
+            exit_code=EXIT_BACKEND,
+        )
+    return devices[kind]
+
+
+def judge(
+    container: bytes,
+    device: str,
+    server: ForkServer,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    stages: tuple[str, ...] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    case: bytes = b"",
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+    artifact_id: str = "",
+) -> Judgement:
+    """Judge bytes that were verified; nothing is stored or signed. `recipe`: replay this one case of one stage.
+
+    An end that could be the machine's doing (time, memory, a lost worker) is tried once more in a fresh worker before
+    it counts.
+    """
+    began = time.monotonic()
+    job = {"device": device, "quick": quick, "seed": seed, "stages": stages, "recipe": recipe}
+    limits = limits or Limits(address_space=device == "cpu")
+
+    def tell(event: Event) -> None:
+        if progress:
+            progress(artifact_id, event)
+
+    ending = server.run("gauntlet.judge:run", encode_job(job, container, case), limits, tell)
+    if ending.kind in (ENDLESS, MEMORY, MACHINE):
+        ending = server.run("gauntlet.judge:run", encode_job(job, container, case), limits, tell)
+    found = _judgement(ending, time.monotonic() - began)
+    if found.passed is False and not found.spill and (last := ending.last("case")) and ending.kind != FINISHED:
+        remake = {**job, "recipe": last["recipe"], "reason": found.reason}
+        made = server.run("gauntlet.judge:materialise", encode_job(remake, container), Limits())
+        found = replace(found, spill=made.spill)
+    return found
+
+
+def _judgement(ending: Ending, seconds: float) -> Judgement:
+    stages = [_stage(e) for e in ending.events if e.get("event") == "result"]
+    context = {k: v for k, v in (ending.last("context") or {}).items() if k != "event"}
+    failed = next((s for s in stages if s.outcome == "failed"), None)
+    if ending.kind == FINISHED:
+        reason = f"{failed.name}: {failed.reason}" if failed else ""
+        return Judgement(failed is None, reason, tuple(stages), context, seconds, ending.spill)
+    running = (ending.last("stage") or {"name": "loads"})["name"]
+    if ending.kind not in BLAMED or _judge_broke(ending):
+        tail = ending.output.strip().splitlines()[-1:] or [""]
+        return Judgement(None, f"{running}: {ending.detail} {tail[0]}".strip(), tuple(stages), context, seconds)
+    reason = f"{ending.kind}: {ending.detail}"
+    stages.append(StageReport(running, "failed", ending.seconds, reason))
+    return Judgement(False, f"{running}: {reason}", tuple(stages), context, seconds)
+
+
+def _judge_broke(ending: Ending) -> bool:
+    """A Python exception of the judge itself ends the worker with 1 and says so."""
+    return ending.kind == CRASH and "exit code 1" in ending.detail and bool(ending.last("broke"))
+
+
+def _stage(event: Event) -> StageReport:
+    return StageReport(
+        event["name"],
+        event["outcome"],
+        round(float(event["seconds"]), 4),
+        str(event.get("reason", "")),
+        metrics=dict(event.get("metrics", {})),
+    )
+
+
+def _report(artifact_id: str, found: Judgement, stages: tuple[StageReport, ...]) -> UrabraskValidationReport:
+    profile: dict[str, Any] = {}
+    for stage in stages:
+        profile |= stage.metrics.get("profile", {})
+    gains = {
+        phase: round(100 * (1 - profile[ours] / profile[eager]), 2)
+        for phase, ours, eager in (
+            ("forward", "forward_ms_median", "eager_forward_ms_median"),
+            ("backward", "backward_ms_median", "eager_backward_ms_median"),
+        )
+        if isinstance(profile.get(ours), float) and isinstance(profile.get(eager), float)
+    }
+    return UrabraskValidationReport(
+        artifact_id,
+        bool(found.passed),
+        found.reason,
+        stages,
+        WEP.of(profile),
+        {**found.context, "machine": platform.machine(), "system": platform.platform()},
+        time.time(),
+        round(found.seconds, 3),
+        {s.name: dict(s.metrics) for s in stages},
+        baseline_comparison=gains or {"eager": UNMEASURED},
+        policy=POLICY,
+    )
+
+
+def replay(
+    name: str,
+    *,
+    library: Path | str | Library | None = None,
+    device: str | None = None,
+    server: ForkServer | None = None,
+) -> Judgement:
+    """Run one stored case alone, with its stored tensors. E0904, E0905."""
+    if not isinstance(library, Library):
+        with Library.open(library, create=False, readonly=True) as opened:
+            return replay(name, library=opened, device=device, server=server)
+    if server is None:
+        with ForkServer() as own:
+            return replay(name, library=library, device=device, server=own)
+    case = cases.load(library.home / CASES, name)
+    loaded = library.load(case.artifact, allow_unvalidated=True)
+    chosen = device or default_device(loaded.record.kind)
+    return judge(
+        loaded.container.data,
+        chosen,
+        server,
+        stages=(case.stage,),
+        recipe=case.recipe,
+        case=cases.encode(case),
+        artifact_id=case.artifact,
+    )
+
+
+def dumps(document: Any) -> str:
+    """One JSON document for standard output."""
+    return json.dumps(document, indent=2, sort_keys=True)

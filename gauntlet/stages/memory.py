@@ -1,0 +1,198 @@
+"""Every byte around, before and after: fences on both sides of every buffer, inputs left alone, results written in full,
+nothing taken from memory that the kernels did not write, and no growth over a thousand calls.
+
+Each plan runs with every buffer fenced and poisoned, twice with other poison: an element that was not written, a
+workspace read before it was written, and a read beyond a buffer all make the two runs differ. On the CPU it runs twice
+more with untouchable pages after, and before, every buffer.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gauntlet import arena, inputs
+from gauntlet.stage import LAUNCH_SECONDS, Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.subject import Subject
+from library.launch import Plan, evaluate
+
+CALLS, QUICK_CALLS = 1000, 100
+GROWTH_BYTES = 8 << 20
+"""Of the process over all those calls: far below one leaked page a call, above what Python itself moves."""
+ROTATION = 3
+
+
+def _recipes(context: Context) -> Iterator[Recipe]:
+    subject = context.subject
+    sizes = [subject.base_dims(), subject.least_dims()]
+    names = [d.name for d in subject.launch.interface.dims]
+    for name in names:
+        odd = [n for n in subject.sizes(name) if n % 2][-4:]
+        sizes += [{**subject.base_dims(), name: n} for n in (odd[:1] if context.quick else odd)]
+    layouts = ["zones", "shifted", *(["pages-end", "pages-start"] if subject.device.type == "cpu" else [])]
+    seen: list[dict[str, int]] = []
+    for dims in sizes:
+        if dims in seen or not subject.admits(dims):
+            continue
+        seen.append(dims)
+        for layout in layouts:
+            yield Recipe("memory", dims, "normal", layout, "normal", seed=context.seed)
+    calls = QUICK_CALLS if context.quick else CALLS
+    yield Recipe("memory", subject.base_dims(), "normal", "growth", "normal", seed=context.seed, repeat=calls)
+
+
+def _check(context: Context, recipe: Recipe) -> Outcome:
+    return _growth(context, recipe) if recipe.layout == "growth" else _fenced(context, recipe)
+
+
+@dataclass
+class _Run:
+    """One plan in fenced memory."""
+
+    arena: arena.Zones | arena.Pages
+    feeds: list[Tensor | None]
+    given: dict[int, Tensor]
+    before: list[Tensor | None]
+    found: list[Tensor] = field(default_factory=list)
+
+
+def _fenced(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    values = inputs.values(subject, recipe)
+    flowing = inputs.cotangents(subject, recipe) if recipe.cotangent else []
+    ordered = [values[s.name] for s in subject.launch.interface.inputs]
+    saved: list[Tensor] = []
+    for plan in subject.launch.plans:
+        if plan not in subject.plans(plan.phase, recipe.dims):
+            continue
+        if plan.phase == "backward" and not saved:
+            with context.launching():
+                saved = subject.forward(values)[1]
+        feeds: Sequence[Tensor | None] = [*saved, *flowing] if plan.phase == "backward" else ordered
+        wrong = _plan(context, recipe, plan, feeds)
+        if wrong:
+            return Failed(f"{plan.phase} plan: {wrong}")
+    return Passed()
+
+
+def _plan(context: Context, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor | None]) -> str:
+    subject, runs = context.subject, []
+    for turn in range(2):
+        run = _set_up(subject, recipe, plan, feeds, 7919 * (turn + 1) + recipe.seed)
+        with context.launching():
+            run.found = subject.program.run(plan, run.feeds, run.given, subject.dims_tuple(recipe.dims))
+            if subject.device.type == "cuda":
+                torch.cuda.synchronize(subject.device)
+        if wrong := _disturbed(plan, run):
+            return wrong
+        runs.append(run)
+    if not subject.deterministic:
+        return ""
+    for at, (first, second) in enumerate(zip(runs[0].found, runs[1].found, strict=True)):
+        if not arena.same_bits(first, second):
+            return f"result {at} depends on what lay in memory before: {_difference(first, second)}"
+    return ""
+
+
+def _set_up(
+    subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor | None], seed: int
+) -> _Run:
+    device = subject.device
+    fence = (
+        arena.Pages(seed, recipe.layout.removeprefix("pages-"))
+        if recipe.layout.startswith("pages")
+        else arena.Zones(device, seed)
+    )
+    shift = 1 if recipe.layout == "shifted" else 0
+    placed: list[Tensor | None] = []
+    for at, feed in enumerate(feeds):
+        copy = None
+        if feed is not None:
+            copy = fence.empty(f"input {at}", tuple(feed.shape), feed.dtype, shift=shift)
+            copy.copy_(feed)
+        placed.append(copy)
+    given = {}
+    for number, buffer in enumerate(plan.buffers):
+        if buffer.source not in ("input", "saved", "cotangent"):
+            shape = tuple(evaluate(s, recipe.dims) for s in buffer.shape)
+            given[number] = fence.empty(buffer.name, shape, getattr(torch, buffer.dtype), shift=shift)
+    before = [None if t is None else t.clone() for t in placed]
+    return _Run(fence, placed, given, before)
+
+
+def _disturbed(plan: Plan, run: _Run) -> str:
+    if breach := run.arena.breaches():
+        return f"out of bounds: {breach}"
+    for at, (now, then) in enumerate(zip(run.feeds, run.before, strict=True)):
+        if now is not None and then is not None and not arena.same_bits(now, then):
+            names = [b.name for b in plan.buffers if b.source in ("input", "saved", "cotangent") and b.index == at]
+            return f"input {at} ({', '.join(names)}) was overwritten: {_difference(now, then)}"
+    return ""
+
+
+def _difference(a: Tensor, b: Tensor) -> str:
+    size = a.dtype.itemsize
+    where = torch.nonzero((arena.bits(a) != arena.bits(b)).reshape(-1, size).any(1)).flatten()
+    return f"{where.numel()} of {a.numel()} elements, the first at {int(where[0])}"
+
+
+def _growth(context: Context, recipe: Recipe) -> Outcome:
+    """Many calls through the same memory with values that change under it: every result has the bits of the first call
+    with those values, and the process does not grow."""
+    subject = context.subject
+    turns = [replace(recipe, seed=recipe.seed + i) for i in range(ROTATION)]
+    sets = [[inputs.values(subject, t)[s.name] for s in subject.launch.interface.inputs] for t in turns]
+    flows = [inputs.cotangents(subject, t) for t in turns]
+    home = [t.clone() for t in sets[0]]
+    expected: dict[int, list[Tensor]] = {}
+    grown = 0
+    base = 0
+    with context.launching(LAUNCH_SECONDS * 4):
+        for call in range(recipe.repeat):
+            turn = call % ROTATION
+            for kept, fresh in zip(home, sets[turn], strict=True):
+                kept.copy_(fresh)
+            found = _both(subject, home, flows[turn], recipe.dims)
+            known = expected.setdefault(turn, found)
+            if wrong := _unlike(subject, known, found):
+                return Failed(f"call {call + 1} differs from the first with the same values: {wrong}")
+            if call == recipe.repeat // 10:
+                base = _resident(subject)
+            grown = _resident(subject) - base
+    if grown > GROWTH_BYTES:
+        return Failed(f"memory grew by {grown} bytes over {recipe.repeat} calls")
+    return Passed({"grown_bytes": max(grown, 0)})
+
+
+def _both(
+    subject: Subject, tensors: Sequence[Tensor], flowing: Sequence[Tensor | None], dims: Mapping[str, int]
+) -> list[Tensor]:
+    values = {s.name: t for s, t in zip(subject.launch.interface.inputs, tensors, strict=True)}
+    if not subject.launch.interface.differentiable:
+        return subject.infer(values)
+    outputs, saved = subject.forward(values)
+    gradients = subject.backward(saved, flowing, dims, subject.launch.interface.differentiable)
+    return [*outputs, *gradients.values()]
+
+
+def _unlike(subject: Subject, known: Sequence[Tensor], found: Sequence[Tensor]) -> str:
+    if not subject.deterministic:
+        return ""
+    for at, (a, b) in enumerate(zip(known, found, strict=True)):
+        if not arena.same_bits(a, b):
+            return f"result {at}, {_difference(a, b)}"
+    return ""
+
+
+def _resident(subject: Subject) -> int:
+    if subject.device.type == "cuda":
+        return torch.cuda.memory_allocated(subject.device)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+STAGE = Sweep("memory", 50, _recipes, _check)

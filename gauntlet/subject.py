@@ -1,0 +1,212 @@
+"""The artifact under test as the stages see it: what it claims, what its blueprint means, and how to run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_ir import canonical, text, verify
+from esper_ir.graph import Blueprint, Graph
+from esper_ir.types import TensorType
+from library import launch as launch_manifest
+from library.launch import DimSource, ExternStep, LaunchManifest, Plan, evaluate
+from library.manifest import Container
+from runtime.code import load_code
+from runtime.executor import Program
+
+ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
+"""Largest tensor of one case: what a reference in float64 computes in a fraction of a second."""
+SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
+BASE = 48
+"""A size that most cases use: small, no power of two, several times the smallest tile."""
+
+
+class Subject:
+    """`container` was verified by the supervisor; nothing of it is loaded before `program` is asked for."""
+
+    def __init__(self, container: Container, device: torch.device) -> None:
+        self.container, self.device = container, device
+        self.manifest: Mapping[str, Any] = container.manifest
+        self.blobs: Mapping[str, memoryview] = container.blobs
+        self.stored: Mapping[str, Tensor] = {}
+        self.artifact_id: str = container.manifest["artifact_id"]
+
+    # -- claims --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def launch(self) -> LaunchManifest:
+        """The launch manifest, strictly decoded (E0720)."""
+        return launch_manifest.from_json(self.manifest["launch"])
+
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        return text.parse(json.dumps(self.manifest["blueprint"]["text"]))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The blueprint, verified and typed."""
+        return verify.typed(self.blueprint)
+
+    @cached_property
+    def blueprint_id(self) -> str:
+        return canonical.blueprint_id(self.blueprint)
+
+    @cached_property
+    def leaves(self) -> list[tuple[str, str, TensorType]]:
+        """(name, kind, type) of every tensor that comes in, in the order of a call."""
+        return [(v.name, v.kind, v.type) for v in self.blueprint.leaves]
+
+    @cached_property
+    def results(self) -> list[tuple[str, str, TensorType]]:
+        types = [self.graph.types[name] for name in self.graph.outputs]
+        return [(n, "output", t) for n, t in zip(self.blueprint.outputs, types, strict=True)]
+
+    @cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        """Leaves whose gradient the blueprint wants."""
+        if self.blueprint.differentiable is not None:
+            return tuple(self.blueprint.differentiable)
+        return tuple(n for n, kind, t in self.leaves if kind in ("input", "param") and t.dtype.is_floating)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the artifact promises equal bits."""
+        return self.manifest["determinism"] == "deterministic"
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def admits(self, dims: Mapping[str, int]) -> bool:
+        """Inside the declared range, and small enough for a reference here."""
+        inside = all(_inside(d, dims[d.name]) for d in self.launch.interface.dims)
+        return inside and self.elements(dims) <= ELEMENTS[self.device.type]
+
+    def elements(self, dims: Mapping[str, int]) -> int:
+        """Of the largest tensor of any plan at these sizes."""
+        shapes = [s.shape for s in (*self.launch.interface.inputs, *self.launch.interface.outputs)]
+        shapes += [b.shape for plan in self.launch.plans for b in plan.buffers]
+        return max(prod(evaluate(n, dims) for n in shape) for shape in shapes)
+
+    def sizes(self, name: str) -> list[int]:
+        """Sizes of one dim worth trying: small ones, primes, the edges of tiles, buckets, guards and of the range."""
+        dim = next(d for d in self.launch.interface.dims if d.name == name)
+        marks = {*SIZES, dim.min, dim.max, *dim.tune}
+        for constant in self._constants(name):
+            marks |= {constant - 1, constant, constant + 1, 2 * constant + 1}
+        marks |= {dim.max - 1, dim.min + 1}
+        step = dim.multiple_of
+        rounded = {m // step * step for m in marks} | {-(-m // step) * step for m in marks}
+        base = self.base_dims()
+        return sorted(m for m in rounded if self.admits({**base, name: m}))
+
+    def _constants(self, name: str) -> set[int]:
+        """Numbers that the plans compare or divide this dim with."""
+        found: set[int] = set()
+        for plan in self.launch.plans:
+            found |= {n for b in plan.bucket if b.dim == name for n in (b.low, b.high)}
+            for step in plan.steps:
+                if isinstance(step, ExternStep):
+                    continue
+                sizes = [*step.grid, *(a.value for a in step.args if a.kind == "size")]
+                sizes += [s for v in step.variants for s, _ in (*v.guard.divisible, *v.guard.at_most)]
+                found |= {n for s in sizes for n in _beside(s, name)}
+                found |= {n for v in step.variants for s, n in (*v.guard.divisible, *v.guard.at_most) if name in _names(s)}
+        return {n for n in found if 1 < n < 1 << 20}
+
+    def base_dims(self) -> dict[str, int]:
+        """The sizes that most cases use."""
+        return {d.name: _nearest(d, BASE) for d in self.launch.interface.dims}
+
+    def nearest(self, name: str, size: int) -> int:
+        """The admitted size of a dim nearest to `size` from below."""
+        return _nearest(next(d for d in self.launch.interface.dims if d.name == name), size)
+
+    def least_dims(self) -> dict[str, int]:
+        return {d.name: _nearest(d, d.min) for d in self.launch.interface.dims}
+
+    def largest_dims(self) -> dict[str, int]:
+        """The largest admitted sizes, all dims grown together."""
+        dims = {d.name: _nearest(d, d.max) for d in self.launch.interface.dims}
+        while not self.admits(dims):
+            shrunk = {d.name: max(_nearest(d, d.min), _nearest(d, dims[d.name] * 3 // 4)) for d in self.launch.interface.dims}
+            if shrunk == dims:
+                break
+            dims = shrunk
+        return dims
+
+    def sizes_below(self, name: str, size: int) -> list[int]:
+        """A few smaller sizes, smallest first, to shrink a failing case with."""
+        return [s for s in self.sizes(name) if s < size][:6]
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def program(self) -> Program:
+        """Candidate code is loaded here, once."""
+        code = load_code(self.launch, self.blobs, self.device, name=self.artifact_id)
+        return Program(self.artifact_id, self.launch, code)
+
+    def dims_tuple(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(dims[d.name] for d in self.launch.interface.dims)
+
+    def plans(self, phase: str, dims: Mapping[str, int]) -> list[Plan]:
+        """All plans of a phase that serve these sizes."""
+        return [
+            p for p in self.launch.plans
+            if p.phase == phase and all(b.low <= dims[b.dim] <= b.high for b in p.bucket)
+        ]  # fmt: skip
+
+    def infer(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """Outputs of a call without gradients."""
+        return self._call("inference", values)
+
+    def forward(self, values: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs, and what is saved for the backward."""
+        found = self._call("forward", values)
+        count = len(self.launch.interface.outputs)
+        return found[:count], found[count:]
+
+    def _call(self, phase: str, values: Mapping[str, Tensor]) -> list[Tensor]:
+        tensors = [values[s.name] for s in self.launch.interface.inputs]
+        dims = self.program.dims_of([t.shape for t in tensors])
+        return self.program.run(self.program.plan_for(phase, dims), tensors)
+
+    def backward(
+        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None], dims: Mapping[str, int], wanted: Iterable[str]
+    ) -> dict[str, Tensor]:
+        """Gradients by name: those wanted, of the plan that the runtime would choose."""
+        names, values = tuple(wanted), self.dims_tuple(dims)
+        plan = self.program.plan_for("backward", values, names)
+        found = self.program.run(plan, [*saved, *cotangents], dims=values)
+        named = dict(zip(plan.wanted, found, strict=True))
+        return {name: named[name] for name in names}
+
+
+def _inside(dim: DimSource, size: int) -> bool:
+    return dim.min <= size <= dim.max and size % dim.multiple_of == 0
+
+
+def _nearest(dim: DimSource, size: int) -> int:
+    """The admitted size nearest to `size` from below, else the smallest."""
+    step = dim.multiple_of
+    least = -(-dim.min // step) * step
+    return max(least, min(size, dim.max) // step * step)
+
+
+def _names(size: Any) -> set[str]:
+    if isinstance(size, str):
+        return {size}
+    return _names(size[1]) | _names(size[2]) if isinstance(size, tuple) else set()
+
+
+def _beside(size: Any, name: str) -> set[int]:
+    """Constants inside an expression that mentions the dim."""
+    if not isinstance(size, tuple) or name not in _names(size):
+        return set()
+    here = {n for n in size[1:] if isinstance(n, int)}
+    return here | _beside(size[1], name) | _beside(size[2], name)
