@@ -45,6 +45,8 @@ class BodyBuilder:
 
     def build(self) -> Body:
         for node in self.group.nodes:
+            if node.id in self.group.finishers:
+                continue
             if node is self.group.contraction:
                 self._contraction(node)
             elif lowering_kind(node) == "movement":

@@ -1,5 +1,8 @@
 """Fusion groups: which nodes may share one kernel, and how each value lies in the group's iteration space.
 
+Values in `columns` (column reductions, and the pointwise `finishers` of them) are complete only after the whole kernel;
+they are computed by a second kernel.
+
 A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of the space it
 runs along (None where its size is 1). Row reductions run over the space's axes from `split` on, column reductions over
 the axes before it; both may live in one group.
@@ -30,6 +33,7 @@ class Group:
     split: int | None = None
     contraction: Node | None = None
     columns: set[str] = field(default_factory=set)
+    finishers: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -73,6 +77,8 @@ class Matcher:
     def place(self, group: Group, node: Node) -> Placement | Rejected:
         """Placement of the node's result in the group."""
         kind = lowering_kind(node)
+        if group.columns & set(node.tensors):
+            return self._place_finisher(group, node)
         if kind == "reduction":
             return self._place_reduction(group, node)
         if kind == "pointwise":
@@ -81,13 +87,18 @@ class Matcher:
             return self._place_movement(group, node)
         return Rejected("kind", f"{node.op} is a {kind}")
 
+    def _place_finisher(self, group: Group, node: Node) -> Placement | Rejected:
+        """Pointwise work on column results of one shape, and nothing else."""
+        alike = all(v in group.columns and self.types[v].shape == node.types[0].shape for v in node.tensors)
+        if lowering_kind(node) != "pointwise" or not alike:
+            return Rejected("column", f"an operand of {node.id} is complete only after the whole kernel")
+        return group.placements[node.tensors[0]]
+
     def _place_pointwise(self, group: Group, node: Node) -> Placement | Rejected:
         shape = node.types[0].shape
         out: list[int | None] = [None] * len(shape)
         for operand in node.tensors:
             placement = group.placements.get(operand)
-            if operand in group.columns:
-                return Rejected("column", f"{operand} is complete only after the whole kernel")
             if placement is None:
                 continue
             lead = len(shape) - len(placement)
@@ -117,14 +128,12 @@ class Matcher:
         return tuple(out)
 
     def _operand(self, group: Group, name: str) -> Placement | None:
-        if name in group.columns:
-            return None
         return group.placements.get(name) or right_aligned(self.types[name].shape, group.space)
 
     def _place_movement(self, group: Group, node: Node) -> Placement | Rejected:
         source = node.tensors[0]
         placement = group.placements.get(source)
-        if placement is None or source in group.columns:
+        if placement is None:
             return Rejected("view", f"{node.id} only moves data from outside")
         low = OPS[node.op].lowering
         assert isinstance(low, Movement)
@@ -156,15 +165,26 @@ class Matcher:
         if split is None or (group.split is not None and split != group.split):
             return Rejected("axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}")
         kept = [a for i, a in enumerate(source) if i not in dims]
+        both = {"row", "col"} == self._kinds(group) | {"row" if over else "col"}
+        if both and _long(group.space[split:]):
+            return Rejected("length", "row and column reductions need the row in registers, and it is too long")
         full = set(source) - {None} == set(range(rank))
         if not full:
             return Rejected("broadcast", f"{node.tensors[0]} is broadcast along the axes it is reduced over")
         return tuple(None if i in dims else a for i, a in enumerate(source)) if node.attr("keepdim") else tuple(kept)
 
+    def _kinds(self, group: Group) -> set[str]:
+        """Directions in which the group reduces already."""
+        reducing = [n for n in group.nodes if lowering_kind(n) == "reduction"]
+        return {"col" if n.id in group.columns else "row" for n in reducing}
+
     def join(self, group: Group, node: Node, placement: Placement) -> None:
         """Put the node in; the placement comes from `place`."""
         group.nodes.append(node)
         group.placements[node.id] = placement
+        if group.columns & set(node.tensors):
+            group.columns.add(node.id)
+            group.finishers.add(node.id)
         if lowering_kind(node) != "reduction":
             return
         source = self._operand(group, node.tensors[0])
@@ -198,6 +218,17 @@ class Matcher:
             made = other.values()
             stack += [v for n in other.nodes for v in n.tensors if v not in made]
         return False
+
+
+# Elements of one row that stay in registers; beyond it a row is swept in blocks.
+WHOLE_ROW = 16384
+
+
+def _long(cols: tuple[Dim, ...]) -> bool:
+    size = Dim.of(1)
+    for c in cols:
+        size = size * c
+    return size.static is None or size.static > WHOLE_ROW
 
 
 def _show(shape: tuple[Dim, ...]) -> str:

@@ -12,6 +12,7 @@ from esper_ir.diagnostics import EsperError, Rejected
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Opaque
 from esper_ir.registry import OPS
+from forge.fuse import Fuser
 from forge.groups import Group, Matcher, lowering_kind
 from forge.target import Target
 from forge.templates.choice import own_matmul
@@ -50,7 +51,8 @@ def partition(graph: Graph, target: Target) -> Partition:
         group = _home(node, matcher, out, owner, target) or _start(node, matcher, out, target)
         for name in node.outputs:
             owner[name] = group
-    out.groups = _ordered(out.groups, owner)
+    out.groups = Fuser(matcher, out.views, out.externs).fuse(out.groups)
+    out.groups = _ordered(out.groups, out.views)
     return out
 
 
@@ -138,8 +140,9 @@ def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
     group.placements[node.id] = tuple(range(rank))
 
 
-def _ordered(groups: list[Group], owner: dict[str, Group]) -> list[Group]:
+def _ordered(groups: list[Group], known: dict[str, View]) -> list[Group]:
     """Topological order of groups (the graph of groups is acyclic by construction)."""
+    owner = {v: g for g in groups for v in g.values()}
     done: list[Group] = []
     placed: set[int] = set()
 
@@ -147,12 +150,10 @@ def _ordered(groups: list[Group], owner: dict[str, Group]) -> list[Group]:
         if id(group) in placed:
             return
         placed.add(id(group))
-        inside = group.values()
-        for node in group.nodes:
-            for value in node.tensors:
-                maker = owner.get(value)
-                if maker is not None and value not in inside:
-                    visit(maker)
+        for value in (v for n in group.nodes for v in n.tensors):
+            maker = owner.get(value) or owner.get(known[value].base)
+            if maker is not None and maker is not group:
+                visit(maker)
         done.append(group)
 
     for group in groups:

@@ -7,24 +7,25 @@ partial rows depends on the number of rows alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.graph import Graph
-from esper_ir.opdef import Reduction
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Pointwise, Reduction
 from esper_ir.registry import OPS
-from esper_ir.types import Dim
+from esper_ir.scalar import Arg, Const, substitute
+from esper_ir.types import Dim, DType
 from forge.body import Body, collapse, finish_reduction
 from forge.emit.triton import next_pow2
-from forge.groups import Group
+from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
-from forge.plan import Access, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
+from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
 from forge.target import Target
 from forge.views import ONE
 
 ZERO = Dim()
-# Elements of one row that stay in registers; beyond it a row is swept in blocks.
-WHOLE_ROW = 16384
 TILE = 4096
 PARTIALS = 512
 
@@ -39,6 +40,7 @@ class RowsInput:
     target: Target
     sizes: dict[str, int]
     name: str
+    stored: frozenset[str] = frozenset()
 
 
 def lower(given: RowsInput) -> Lowered:
@@ -148,31 +150,53 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
     return Lowered("rows", tuple(steps), temps)
 
 
-def _dtype(given: RowsInput, node: str):  # noqa: ANN202
+def _dtype(given: RowsInput, node: str) -> DType:
     return given.graph.types[given.graph.by_output[node].tensors[0]].dtype.compute
 
 
 def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
-    """All partial workspaces of the group in one kernel."""
+    """All partial workspaces of the group in one kernel, with the pointwise work that follows them."""
     accesses: list[Access] = []
     stmts: list[Stmt] = []
+    names: dict[str, str] = {}
 
-    def add(make) -> str:  # noqa: ANN001
+    def add(make: Callable[[str], Stmt]) -> str:
         name = f"v{len(stmts)}"
         stmts.append(make(name))
         return name
 
     for node_id, buffer in given.body.partials.items():
         node = given.graph.by_output[node_id]
-        accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
-        at = len(accesses) - 1
-        loaded = add(lambda n, at=at: Load(n, at))
         low = OPS[node.op].lowering
         assert isinstance(low, Reduction)
-        total = add(lambda n, v=loaded, how=low.combine: Reduce(n, v, how, "col"))
-        value = finish_reduction(node, given.graph, total, add)
-        accesses.append(Access(node_id, node.types[0].dtype, (ZERO, ONE)))
-        stmts.append(Store(len(accesses) - 1, value))
+        accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
+        loaded = add(partial(_load, len(accesses) - 1))
+        total = add(partial(_fold, loaded, low.combine))
+        names[node_id] = finish_reduction(node, given.graph, total, add)
+    for node in given.group.nodes:
+        if node.id in given.group.finishers:
+            names[node.id] = add(partial(_finish, node, names))
+    for node_id in (n for n in names if n in given.stored):
+        accesses.append(Access(node_id, given.graph.types[node_id].dtype, (ZERO, ONE)))
+        stmts.append(Store(len(accesses) - 1, names[node_id]))
     wide = 64 if given.target.kind != "cpu" else 1024
     tile = SumTile(32 if given.target.kind != "cpu" else 1, wide, 4)
     return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, wide), suffix="_sum")
+
+
+def _load(access: int, name: str) -> Stmt:
+    return Load(name, access)
+
+
+def _fold(arg: str, combine: str, name: str) -> Stmt:
+    return Reduce(name, arg, combine, "col")
+
+
+def _finish(node: Node, names: dict[str, str], name: str) -> Stmt:
+    """A pointwise finisher: every tensor operand is a column result."""
+    low = OPS[node.op].lowering
+    assert isinstance(low, Pointwise)
+    args = [names[r] for r in node.inputs if isinstance(r, str)]
+    order = iter(range(len(args)))
+    operands = [Arg(next(order)) if isinstance(r, str) else Const(r) for r in node.inputs]
+    return Compute(name, substitute(low.body(dict(node.attrs)), operands), tuple(args), node.types[0].dtype)

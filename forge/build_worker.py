@@ -1,0 +1,109 @@
+"""Runs in a sandboxed worker: Triton text to PTX for each kernel, one joined module to a cubin.
+
+Reads a request (JSON), returns a response (JSON); imports Triton only here. Nothing of the environment reaches it but
+what the sandbox lets through.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from esper_ir.diagnostics import EsperError
+from forge.ptx import join
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Response: {"cubin"|"blobs": base64, "ptx": text, "kernels": {entry: metadata}, "toolchain": {...}}."""
+    folder = Path(request["workdir"])
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    import triton
+
+    started = time.perf_counter()
+    built = [_compile(kernel, request, folder) for kernel in request["kernels"]]
+    compiled = time.perf_counter()
+    out: dict[str, Any] = {
+        "kernels": {k["entry"]: meta for k, (_, meta) in zip(request["kernels"], built, strict=True)},
+        "toolchain": {"triton": triton.__version__},
+        "seconds": {"triton": compiled - started},
+    }
+    if request["backend"] == "hip":
+        blobs = {k["entry"]: base64.b64encode(b).decode() for k, (b, _) in zip(request["kernels"], built, strict=True)}
+        return {**out, "blobs": blobs}
+    ptx = join([text for text, _ in built])
+    cubin, version, usage = _assemble(ptx, request, folder)
+    out["toolchain"]["ptxas"] = version
+    out["seconds"]["ptxas"] = time.perf_counter() - compiled
+    for entry, numbers in usage.items():
+        out["kernels"][entry].update(numbers)
+    return {**out, "ptx": ptx, "cubin": base64.b64encode(cubin).decode()}
+
+
+def _compile(kernel: dict[str, Any], request: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = folder / f"{kernel['entry']}.py"
+    source.write_text(kernel["text"])
+    spec = importlib.util.spec_from_file_location(kernel["entry"], source)
+    if spec is None or spec.loader is None:
+        raise EsperError("E0540", "generated kernel text cannot be imported", node=kernel["entry"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    attrs = {(i,): [["tt.divisibility", 16]] for i in kernel["divisible"]}
+    ast = ASTSource(getattr(module, kernel["entry"]), dict(kernel["signature"]), {}, attrs)
+    target = GPUTarget(request["backend"], request["arch"], request["warp"])
+    done = triton.compile(ast, target=target, options=dict(kernel["options"]))
+    meta = done.metadata
+    scratch = {n: int(getattr(meta, n, 0) or 0) for n in ("global_scratch_size", "profile_scratch_size")}
+    if any(scratch.values()) or getattr(meta, "tensordesc_meta", None):
+        raise EsperError("E0543", "the kernel needs scratch memory or host descriptors", node=kernel["entry"])
+    facts = {"warps": int(meta.num_warps), "shared": int(meta.shared)}
+    return done.asm["hsaco" if request["backend"] == "hip" else "ptx"], facts
+
+
+def _assemble(ptx: str, request: dict[str, Any], folder: Path) -> tuple[bytes, str, dict[str, dict[str, int]]]:
+    ptxas = _ptxas(request["ptxas"])
+    # Relative names: what ptxas writes must not depend on where it ran.
+    (folder / "module.ptx").write_text(ptx)
+    command = [str(ptxas), "-v", f"--gpu-name={request['proc']}", *request["ptxas_flags"], "module.ptx", "-o", "module.cubin"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise EsperError("E0544", f"ptxas failed: {done.stderr.strip()[-400:]}", node=request["proc"])
+    version = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True).stdout
+    named = re.search(r"V(\d+\.\d+\.\d+)", version)
+    return (folder / "module.cubin").read_bytes(), named.group(1) if named else "unknown", _usage(done.stderr)
+
+
+def _ptxas(name: str) -> Path:
+    """The assembler that Triton's wheel carries, by name, never one found on PATH."""
+    import triton.backends.nvidia as nvidia
+
+    path = Path(nvidia.__path__[0]) / "bin" / name
+    if not path.exists():
+        raise EsperError("E0545", f"Triton's wheel carries no {name}", hint="install triton >= 3.6")
+    return path
+
+
+def _usage(log: str) -> dict[str, dict[str, int]]:
+    out: dict[str, dict[str, int]] = {}
+    entry = ""
+    for line in log.splitlines():
+        named = re.search(r"Compiling entry function '(\w+)'", line) or re.search(r"Function properties for (\w+)", line)
+        entry = named.group(1) if named else entry
+        spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        if spill and entry:
+            out.setdefault(entry, {})["spills"] = int(spill.group(1)) + int(spill.group(2))
+        used = re.search(r"Used (\d+) registers", line)
+        if used and entry:
+            out.setdefault(entry, {})["registers"] = int(used.group(1))
+    return out

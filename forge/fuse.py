@@ -1,0 +1,120 @@
+"""Second look at groups: merge pairs that the greedy pass kept apart only because of the order of nodes.
+
+A pair is merged when one reads what the other makes, or both read the same value, every node of both can be placed in
+one iteration space, and no third group stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from esper_ir.diagnostics import Rejected
+from esper_ir.graph import Node
+from forge.groups import Group, Matcher, lowering_kind
+from forge.views import View
+
+
+class Fuser:
+    """Works on the groups of one graph; `externs` never merge."""
+
+    def __init__(self, matcher: Matcher, views: Mapping[str, View], externs: set[str]) -> None:
+        self.matcher = matcher
+        self.views = views
+        self.externs = externs
+        self.position = {n.id: i for i, n in enumerate(matcher.graph)}
+
+    def fuse(self, groups: list[Group]) -> list[Group]:
+        """Groups after merging, until nothing changes."""
+        merged = self._once(groups)
+        while merged is not None:
+            groups, merged = merged, self._once(merged)
+        return groups
+
+    def _once(self, groups: list[Group]) -> list[Group] | None:
+        edges = self._edges(groups)
+        for a, b in self._pairs(groups, edges):
+            made = self._merge(groups, edges, a, b)
+            if made is not None:
+                return [made if i == a else g for i, g in enumerate(groups) if i != b]
+        return None
+
+    def _pairs(self, groups: list[Group], edges: list[set[int]]) -> Iterator[tuple[int, int]]:
+        """Producer and consumer first, then groups that read the same value."""
+        reads = [self._reads(g) for g in groups]
+        for b in range(len(groups)):
+            yield from ((a, b) for a in range(len(groups)) if b in edges[a])
+        for b in range(len(groups)):
+            yield from ((a, b) for a in range(b) if b not in edges[a] and reads[a] & reads[b])
+
+    def _reads(self, group: Group) -> set[str]:
+        """Full-sized values read from memory (small operands are no reason to merge)."""
+        own = group.values()
+        bases = {self.views[v].base for n in group.nodes for v in n.tensors if v not in own}
+        types = self.matcher.types
+        return {b for b in bases if types[b].rank >= len(group.space) > 0}
+
+    def _edges(self, groups: list[Group]) -> list[set[int]]:
+        """For each group the groups that read what it makes."""
+        maker = {v: i for i, g in enumerate(groups) for v in g.values()}
+        out: list[set[int]] = [set() for _ in groups]
+        for i, group in enumerate(groups):
+            for node in group.nodes:
+                for value in node.tensors:
+                    source = maker.get(value, maker.get(self.views[value].base))
+                    if source is not None and source != i:
+                        out[source].add(i)
+        return out
+
+    def _between(self, edges: list[set[int]], a: int, b: int) -> bool:
+        """A path from a to b, or from b to a, through a third group."""
+        for start, end in ((a, b), (b, a)):
+            stack = [n for n in edges[start] if n != end]
+            seen: set[int] = set()
+            while stack:
+                at = stack.pop()
+                if at == end:
+                    return True
+                if at not in seen:
+                    seen.add(at)
+                    stack += edges[at]
+        return False
+
+    def _merge(self, groups: list[Group], edges: list[set[int]], a: int, b: int) -> Group | None:
+        first, second = groups[a], groups[b]
+        products = [g for g in (first, second) if g.contraction is not None]
+        if len(products) == 2 or any(g.contraction and g.contraction.id in self.externs for g in products):
+            return None
+        if self._between(edges, a, b):
+            return None
+        nodes = sorted([*first.nodes, *second.nodes], key=lambda n: self.position[n.id])
+        spaces = [products[0].space] if products else list(dict.fromkeys((second.space, first.space)))
+        for space in spaces:
+            made = self._place(nodes, Group(space), products[0] if products else None)
+            if made is not None:
+                return made
+        return None
+
+    def _place(self, nodes: list[Node], made: Group, product: Group | None) -> Group | None:
+        if product is not None and product.contraction is not None:
+            node = product.contraction
+            inside = {o for n in nodes for o in n.outputs}
+            if any(v in inside or self.views[v].base in inside for v in node.tensors):
+                return None
+            made.contraction = node
+            made.nodes.append(node)
+            made.placements[node.id] = tuple(range(len(made.space)))
+        for node in nodes:
+            if node is made.contraction:
+                continue
+            if lowering_kind(node) == "movement" and node.tensors[0] not in made.placements:
+                return None
+            placement = self.matcher.place(made, node)
+            if isinstance(placement, Rejected) or self._outside(made, node, nodes):
+                return None
+            self.matcher.join(made, node, placement)
+        return made
+
+    def _outside(self, made: Group, node: Node, nodes: list[Node]) -> bool:
+        """An operand that is a view of a value of this very group which could not be followed."""
+        inside = {o for n in nodes for o in n.outputs}
+        return any(v not in made.placements and self.views[v].base in inside for v in node.tensors)

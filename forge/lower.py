@@ -1,0 +1,242 @@
+"""A phase graph becomes one Plan of the launch manifest: buffers, steps, and the kernels the steps name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from esper_ir.graph import Graph, Node
+from esper_ir.types import Dim, DType
+from forge.body import BodyBuilder
+from forge.groups import Group
+from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
+from forge.partition import Partition, partition
+from forge.passes.phases import Phase
+from forge.plan import KernelPlan
+from forge.target import Target
+from forge.templates import matmul, rows
+from forge.views import dense_strides
+from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
+from library.launch import View as LaunchView
+
+ALIGNED, GENERAL = "a", "g"
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel to build: the plan (its name is the entry point) and what may be assumed of its parameters."""
+
+    plan: KernelPlan
+    variant: str
+    divisible_sizes: bool = False
+
+
+@dataclass
+class Kernels:
+    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once."""
+
+    by_key: dict[tuple[str, str], KernelSource] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+    def add(self, plan: KernelPlan, variant: str, divisible: bool) -> str:
+        key = (plan.digest, variant)
+        if key not in self.by_key:
+            base, name, n = f"{plan.name}_{variant}", f"{plan.name}_{variant}", 1
+            while name in self.taken:
+                n += 1
+                name = f"{base}{n}"
+            self.taken.add(name)
+            self.by_key[key] = KernelSource(replace(plan, name=name), variant, divisible)
+        return self.by_key[key].plan.name
+
+
+@dataclass(frozen=True)
+class PhaseLowering:
+    """What `explain` shows of one phase at one bucket: groups, templates, plans, refusals."""
+
+    phase: Phase
+    parts: Partition
+    lowered: tuple[tuple[Group, Lowered], ...]
+    plan: Plan
+
+
+@dataclass
+class _Lowerer:
+    phase: Phase
+    target: Target
+    kernels: Kernels
+    sizes: Mapping[str, int]
+    interface: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    buffers: list[Buffer] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+
+    @property
+    def graph(self) -> Graph:
+        return self.phase.graph
+
+    # Buffers ---------------------------------------------------------------------------------------------------------
+
+    def buffer(self, name: str, source: str, index: int, dtype: DType, shape: tuple[Dim, ...]) -> int:
+        if name not in self.numbers:
+            self.numbers[name] = len(self.buffers)
+            self.buffers.append(Buffer(name, source, index, dtype.value, tuple(size_of(s) for s in shape)))
+        return self.numbers[name]
+
+    def declare(self) -> None:
+        """Every value with memory of its own: leaves, saved, cotangents, results, gradients."""
+        inputs = {spec.name: i for i, spec in enumerate(self.interface)}
+        cotangents = {f"grad:{spec.name}": i for i, spec in enumerate(self.outputs)}
+        saved = {name: i for i, name in enumerate(self.phase.saved)}
+        backward = self.phase.name == "backward"
+        for name, kind in self.graph.inputs.items():
+            if backward and name in saved:
+                self.buffer(name, "saved", saved[name], kind.dtype, kind.shape)
+            elif backward:
+                self.buffer(name, "cotangent", cotangents[name], kind.dtype, kind.shape)
+            else:
+                self.buffer(name, "input", inputs[name], kind.dtype, kind.shape)
+        for name in self.graph.outputs:
+            kind = self.graph.types[name]
+            number = self.buffer(name, "gradient" if backward else "output", 0, kind.dtype, kind.shape)
+            self.fresh.add(number)
+
+    def number(self, value: str, temps: Mapping[str, Temp]) -> int:
+        if value in self.numbers:
+            return self.numbers[value]
+        kind = temps.get(value) or self.graph.types[value]
+        self.fresh.add(self.buffer(value, "temp", 0, kind.dtype, kind.shape))
+        return self.numbers[value]
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def launch(self, group: str, launch: Launch, temps: Mapping[str, Temp]) -> KernelStep:
+        plan = launch.plan
+        numbers = [self.number(b, temps) for b in plan.buffers]
+        check = tuple(n for n in numbers if n not in self.fresh and self.buffers[n].source != "temp")
+        divisible = _symbolic_run(plan)
+        guard = Guard(check, tuple((s, 16) for s in plan.sizes) if divisible else ())
+        variants = []
+        if self.target.kind != "cpu":
+            variants.append(Variant(guard, self.kernels.add(plan, ALIGNED, divisible)))
+        if self.target.kind == "cpu" or check or divisible:
+            variants.append(Variant(Guard(), self.kernels.add(plan, GENERAL, False)))
+        args = [Argument("buffer", n) for n in numbers] + [Argument("size", s) for s in plan.sizes]
+        return KernelStep(group, tuple(variants), tuple(args), launch.grid)
+
+    def call(self, group: str, call: Call, temps: Mapping[str, Temp]) -> ExternStep:
+        inputs = tuple(self.view(o, temps) for o in call.inputs)
+        return ExternStep(group, call.op, inputs, self.view(call.out, temps), call.attrs)
+
+    def view(self, operand: Operand, temps: Mapping[str, Temp]) -> LaunchView:
+        return LaunchView(
+            self.number(operand.value, temps), tuple(size_of(s) for s in operand.shape), operand.permute
+        )
+
+
+def _symbolic_run(plan: KernelPlan) -> bool:
+    """The contiguous axis has a symbolic size that is not known to be a multiple of 16."""
+    last = plan.space[-1]
+    strides = [s for a in plan.accesses for s in a.strides]
+    if plan.matmul:
+        strides += [*plan.matmul.a.strides, *plan.matmul.b.strides, plan.matmul.k]
+    return any(d.static is None and d.multiple({}) % 16 != 0 for d in (last, *strides))
+
+
+def lower_phase(
+    phase: Phase, target: Target, kernels: Kernels, sizes: Mapping[str, int], bucket: tuple[Bound, ...],
+    interface: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...], tag: str,
+) -> PhaseLowering:  # fmt: skip
+    """Plan of one phase for one bucket; `tag` begins the names of its kernels."""
+    low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
+    low.declare()
+    parts = partition(phase.graph, target)
+    steps: list[KernelStep | ExternStep] = []
+    done: list[tuple[Group, Lowered]] = []
+    for position, group in enumerate(parts.groups):
+        lowered = _lower_group(low, parts, group, f"{tag}{position}")
+        done.append((group, lowered))
+        for step in lowered.steps:
+            make = low.launch(group.name, step, lowered.temps) if isinstance(step, Launch) else None
+            steps.append(make or low.call(group.name, step, lowered.temps))  # type: ignore[arg-type]
+    plan = Plan(
+        phase.name, bucket, phase.wanted, tuple(low.buffers), tuple(steps),
+        outputs=tuple(low.numbers[r] for r in phase.results),
+        saved=tuple(low.numbers[s] for s in phase.saved) if phase.name == "forward" else (),
+        gradients=tuple(low.numbers[v] for v in (phase.gradients or {}).values()),
+    )  # fmt: skip
+    return PhaseLowering(phase, parts, tuple(done), plan)
+
+
+def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
+    if group.contraction is not None and group.contraction.id in parts.externs:
+        return _extern(low, parts, group.contraction, name)
+    stored = _stored(parts, group)
+    body = BodyBuilder(low.graph, group, parts.views, stored).build()
+    given = rows.RowsInput(low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored))
+    return matmul.lower(given, parts.views) if group.contraction is not None else rows.lower(given)
+
+
+def _stored(parts: Partition, group: Group) -> set[str]:
+    """Values of the group that outputs or other groups read, by the memory they live in."""
+    inside = {id(n) for n in group.nodes}
+    own = group.values()
+    read = {parts.views[o].base for o in parts.graph.outputs} | set(parts.graph.outputs)
+    for other in parts.groups:
+        for node in other.nodes:
+            if id(node) in inside:
+                continue
+            read |= {parts.views[v].base for v in node.tensors}
+    # Inside the group a column result, complete only at its end, cannot be read; views of stored values can.
+    return own & read
+
+
+def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
+    """A library call; operands that are not a permutation of dense memory are copied to workspace first."""
+    views = dict(parts.views)
+    copies: list[Launch] = []
+    temps: dict[str, Temp] = {}
+    for position, value in enumerate(node.tensors):
+        try:
+            matmul.operand(views[value])
+        except matmul.NotDense:
+            launch, temp, dense = _copy(low, parts, value, f"{name}_copy{position}")
+            copies.append(launch)
+            temps[dense] = temp
+            views[value] = type(views[value])(dense, temp.shape, dense_strides(temp.shape))
+    made = matmul.extern(node, low.graph, views)
+    return Lowered(made.template, (*copies, *made.steps), {**temps, **made.temps})
+
+
+def _copy(low: _Lowerer, parts: Partition, value: str, name: str) -> tuple[Launch, Temp, str]:
+    kind = low.graph.types[value]
+    copy = Node(f"{value}:dense", "cast", (value,), (("dtype", kind.dtype),), (kind,))
+    graph = replace(low.graph, nodes=(*low.graph.nodes, copy))
+    group = Group(kind.shape, [copy], {copy.id: tuple(range(kind.rank))})
+    views = {**parts.views, copy.id: parts.views[value]}
+    body = BodyBuilder(graph, group, views, {copy.id}).build()
+    lowered = rows.lower(rows.RowsInput(graph, group, body, low.target, dict(low.sizes), name))
+    launch = lowered.steps[0]
+    assert isinstance(launch, Launch)
+    return launch, Temp(kind.dtype, kind.shape), copy.id
+
+
+def buckets(dims: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int, int]]) -> list[dict[str, Bound]]:
+    """One bucket per tuned size of each dim (product over dims), cut at the geometric mean of neighbours."""
+    out: list[dict[str, Bound]] = [{}]
+    for name, tuned in dims.items():
+        low, high = ranges[name]
+        sizes = sorted({min(max(t, low), high) for t in tuned}) or [low]
+        cuts = [int((a * b) ** 0.5) for a, b in zip(sizes, sizes[1:], strict=False)]
+        edges = [low, *(c + 1 for c in cuts)]
+        ends = [*cuts, high]
+        out = [{**b, name: Bound(name, s, e)} for b in out for s, e in zip(edges, ends, strict=True)]
+    return out
+
+
+def same_work(a: Plan, b: Plan) -> bool:
+    """Two plans that differ in their bucket only."""
+    return replace(a, bucket=()) == replace(b, bucket=())
+
+

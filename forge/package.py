@@ -1,0 +1,106 @@
+"""An artifact as data: the manifest, its version hash from a listed key, and the container."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import esper_ir.canonical as canonical
+import esper_ir.text as text
+from esper_ir.graph import Blueprint
+from forge.lower import PhaseLowering
+from forge.lowered import Call, size_of
+from forge.target import Target
+from forge.work import Built, Work
+from library.canon import canonical_json, sha256_hex
+from library.launch import DimSource, Interface, LaunchManifest, TensorSpec, to_json
+from library.manifest import pack
+
+FORMAT = "esper-artifact/1"
+# Versions of what turns a graph into kernels; a change that alters generated kernels bumps its entry.
+TEMPLATES = {"rows": 1, "pointwise": 1, "matmul": 1, "extern": 1, "emit": 1}
+
+
+def version_key(work: Work, built: Built, launch: Mapping[str, Any], interface: str) -> tuple[Any, ...]:
+    """Everything the version hash covers; a test varies each entry and expects another hash."""
+    return (
+        FORMAT,
+        work.target.name,
+        work.target.arch,
+        work.pipeline,
+        work.objective,
+        interface,
+        TEMPLATES,
+        dict(built.toolchain),
+        launch,
+        [str(s.plan) for s in work.kernels.by_key.values()],
+    )
+
+
+def interface_of(blueprint: Blueprint, lowerings_types: Mapping[str, Any], wanted: tuple[str, ...]) -> Interface:
+    """Inputs in blueprint order, outputs with their inferred types, and the axis each dim is read from."""
+    from_leaves = tuple(
+        TensorSpec(v.name, v.kind, v.type.dtype.value, tuple(size_of(s) for s in v.type.shape)) for v in blueprint.leaves
+    )
+    outputs = tuple(
+        TensorSpec(o, "output", lowerings_types[o].dtype.value, tuple(size_of(s) for s in lowerings_types[o].shape))
+        for o in blueprint.outputs
+    )
+    dims = tuple(_source(blueprint, name) for name in blueprint.dims)
+    return Interface(from_leaves, outputs, dims, wanted)
+
+
+def _source(blueprint: Blueprint, name: str) -> DimSource:
+    spec = blueprint.dims[name]
+    for position, leaf in enumerate(blueprint.leaves):
+        for axis, size in enumerate(leaf.type.shape):
+            if str(size) == name:
+                return DimSource(name, spec.min, spec.max, spec.multiple_of, spec.tune, position, axis)
+    raise ValueError(f"dim {name} is no axis of an input")
+
+
+def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:
+    """Operators of libraries that the plans call."""
+    calls = {s.op for low in lowerings for _, group in low.lowered for s in group.steps if isinstance(s, Call)}
+    return sorted(calls)
+
+
+def target_record(target: Target) -> dict[str, Any]:
+    """What the runtime needs to decide whether this machine can run the code."""
+    known = asdict(target)
+    return {k: known[k] for k in ("name", "kind", "arch", "match")}
+
+
+def package(work: Work, library_versions: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
+    """(manifest, container bytes) of finished work."""
+    assert work.built is not None and work.graph is not None
+    built = work.built
+    wanted = tuple(work.joint.gradients) if work.joint else ()
+    interface = interface_of(work.blueprint, work.graph.types, wanted)
+    plans = tuple(low.plan for low in work.lowerings)
+    launch = to_json(LaunchManifest(interface, plans, built.kernels))
+    digest = canonical.interface_digest(work.blueprint)
+    version = sha256_hex(canonical_json(version_key(work, built, launch, digest)))
+    blueprint_id = canonical.blueprint_id(work.blueprint)
+    calls = externs_of(work.lowerings)
+    manifest = {
+        "format": FORMAT,
+        "artifact_id": f"{blueprint_id[:12]}-{work.target.name}-{work.pipeline}-{version[:8]}",
+        "blueprint": {
+            "id": blueprint_id,
+            "name": work.blueprint.name,
+            "interface": digest,
+            "text": text.to_json(work.blueprint),
+        },
+        "target": target_record(work.target),
+        "pipeline": work.pipeline,
+        "objective": work.objective,
+        "version": version,
+        "toolchain": dict(built.toolchain),
+        "determinism": "deterministic",
+        "dims": {d.name: {"min": d.min, "max": d.max, "multiple_of": d.multiple_of} for d in interface.dims},
+        "launch": launch,
+        "externs": [{"op": op, "versions": dict(library_versions)} for op in calls],
+    }
+    return manifest, pack(manifest, built.blobs)

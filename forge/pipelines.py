@@ -1,0 +1,162 @@
+"""The pipelines, each a visible tuple of named steps from blueprint to container. Order is meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from esper_ir.diagnostics import EXIT_USAGE, EsperError
+from esper_ir.expand import expand
+from esper_ir.grad import joint
+from esper_ir.verify import typed, verify
+from forge.analysis import analyse
+from forge.lower import PhaseLowering, buckets, lower_phase, same_work
+from forge.package import interface_of, package
+from forge.passes.clean import eliminate_dead, merge_equal
+from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
+from forge.templates.choice import tuned_sizes
+from forge.toolchain import build
+from forge.work import Work
+from library.launch import Bound
+from runtime.system import extern_versions
+
+Step = tuple[str, Callable[[Work], Work]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`steps` run in order; `summary` is what `esper-forge pipelines` prints."""
+
+    name: str
+    summary: str
+    steps: tuple[Step, ...]
+
+
+def check(work: Work) -> Work:
+    """Verify the text; every error at once."""
+    graph = typed(work.blueprint)
+    findings = (*verify(work.blueprint), *analyse(work.blueprint, graph))
+    return replace(work, graph=graph, findings=findings)
+
+
+def canonicalise(work: Work) -> Work:
+    """Composites to primitives, equal work once, dead work gone."""
+    assert work.graph is not None
+    return replace(work, graph=eliminate_dead(merge_equal(expand(work.graph))))
+
+
+def differentiate(work: Work) -> Work:
+    """Reverse mode on the graph: one joint graph of forward and gradients."""
+    assert work.graph is not None
+    wanted = work.blueprint.differentiable
+    if wanted is None:
+        floating = [v for v in work.blueprint.leaves if v.kind in ("input", "param") and v.type.dtype.is_floating]
+        wanted = tuple(v.name for v in floating)
+    if not wanted:
+        return work
+    made = joint(work.graph, wanted)
+    expanded = eliminate_dead(merge_equal(expand(made.graph)))
+    names = dict(zip(made.graph.outputs, expanded.outputs, strict=True))
+    gradients = {k: names.get(v, v) if v else None for k, v in made.gradients.items()}
+    missing = [k for k, v in gradients.items() if v is None]
+    if missing:
+        raise EsperError("E0534", f"no gradient reaches {missing}", hint='leave them out of "differentiable"')
+    return replace(work, joint=replace(made, graph=expanded, gradients=gradients))
+
+
+def save(work: Work) -> Work:
+    """Choose what the backward keeps."""
+    if work.joint is None:
+        return work
+    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph)))
+
+
+def plan(work: Work) -> Work:
+    """Groups, templates and tiles for every phase and bucket."""
+    assert work.graph is not None
+    dims = work.blueprint.dims
+    tuned = {n: d.tune or (min(max(d.min, 4096), d.max),) for n, d in dims.items()}
+    ranges = {n: (d.min, d.max) for n, d in dims.items()}
+    out: list[PhaseLowering] = []
+    for phase, tag in _phases(work):
+        plans = [_lower(work, phase, tag, bucket, at) for at, bucket in enumerate(buckets(tuned, ranges))]
+        out += _merged(plans)
+    return replace(work, lowerings=tuple(out))
+
+
+def _phases(work: Work) -> list[tuple[Phase, str]]:
+    assert work.graph is not None
+    training, inference = forward_phases(work.graph, work.saved)
+    out = [(inference, "inf")]
+    if work.joint is None:
+        return out
+    out.append((training, "fwd"))
+    names = tuple(work.joint.gradients)
+    params = {v.name for v in work.blueprint.of_kind("param")}
+    subsets = [tuple(n for n in names if n in params), tuple(n for n in names if n not in params), names]
+    for position, wanted in enumerate(s for s in dict.fromkeys(subsets) if s):
+        out.append((backward_phase(work.joint, work.saved, wanted), f"bwd{position}_"))
+    return out
+
+
+def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: int) -> PhaseLowering:
+    assert work.graph is not None
+    interface = interface_of(work.blueprint, work.graph.types, ())
+    sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
+    bounds = tuple(bucket.values())
+    return lower_phase(
+        phase, work.target, work.kernels, sizes, bounds, interface.inputs, interface.outputs, f"{tag}{at}_"
+    )
+
+
+def _inside(tune: tuple[int, ...], bound: Bound) -> int:
+    """The tuned size that lies in a bucket."""
+    return next((t for t in tune if bound.low <= t <= bound.high), min(max(4096, bound.low), bound.high))
+
+
+def _merged(plans: list[PhaseLowering]) -> list[PhaseLowering]:
+    """Neighbouring buckets of one dim with the same steps become one."""
+    out: list[PhaseLowering] = []
+    for low in plans:
+        last = out[-1] if out else None
+        if last is not None and len(low.plan.bucket) == 1 and same_work(last.plan, low.plan):
+            joined = replace(last.plan.bucket[0], high=low.plan.bucket[0].high)
+            out[-1] = replace(last, plan=replace(last.plan, bucket=(joined,)))
+            continue
+        out.append(low)
+    return out
+
+
+def build_kernels(work: Work) -> Work:
+    """Text to machine code in sandboxed workers."""
+    return replace(work, built=build(work.kernels, work.target))
+
+
+def pack_artifact(work: Work) -> Work:
+    """Manifest and container."""
+    versions = extern_versions() if work.target.kind == "cpu" else {}
+    manifest, container = package(work, versions)
+    return replace(work, manifest=manifest, container=container)
+
+
+FRONT: tuple[Step, ...] = (
+    ("check", check),
+    ("canonicalise", canonicalise),
+    ("differentiate", differentiate),
+    ("save", save),
+    ("plan", plan),
+)
+BACK: tuple[Step, ...] = (("build", build_kernels), ("package", pack_artifact))
+FAST = Pipeline("fast", "rules and shipped priors, nothing timed", (*FRONT, *BACK))
+PIPELINES = {p.name: p for p in (FAST,)}
+
+
+def pipeline(name: str) -> Pipeline:
+    """By name; E0511 names the known ones."""
+    if name not in PIPELINES:
+        raise EsperError(
+            "E0511", f"unknown pipeline {name!r}", hint=f"one of: {', '.join(PIPELINES)}", exit_code=EXIT_USAGE
+        )
+    return PIPELINES[name]
+
+

@@ -1,0 +1,113 @@
+"""Compile blueprints into a library: what the command line and other programs call."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import esper_ir.canonical as canonical
+import esper_ir.text as text
+from esper_ir.graph import Blueprint
+from forge.pass_manager import run
+from forge.pipelines import pipeline
+from forge.target import resolve
+from forge.work import Work
+from library.canon import canonical_json
+from library.store import Library
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """One artifact as stored. `seconds` by step of the pipeline and "total"; `kernels` and `externs` count steps."""
+
+    artifact_id: str
+    blueprint_id: str
+    target: str
+    pipeline: str
+    status: str
+    seconds: dict[str, float]
+    size_bytes: int
+    kernels: int
+    externs: int
+    warnings: tuple[str, ...]
+
+
+def compile_blueprint(
+    blueprint: Blueprint,
+    *,
+    pipelines: Sequence[str] = ("fast",),
+    targets: Sequence[str] = ("auto",),
+    library: Library,
+    progress: Callable[[str], None] = lambda step: None,
+) -> list[CompileResult]:
+    """Every pipeline x target; nothing is written for a combination that fails, the others stand."""
+    out = []
+    for target_name in targets:
+        target = resolve(target_name)
+        for name in pipelines:
+            started = time.perf_counter()
+            work = Work(blueprint, target, pipeline(name).name)
+            work = run(pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}"))
+            out.append(_store(work, library, time.perf_counter() - started))
+    return out
+
+
+def compile_file(
+    path: Path | str,
+    pipelines: Sequence[str] = ("fast",),
+    targets: Sequence[str] = ("auto",),
+    *,
+    library: Library,
+    progress: Callable[[str], None] = lambda step: None,
+) -> list[CompileResult]:
+    """The same from a blueprint file."""
+    return compile_blueprint(
+        text.load(Path(path)), pipelines=pipelines, targets=targets, library=library, progress=progress
+    )
+
+
+def front(blueprint: Blueprint, target_name: str, name: str = "fast") -> Work:
+    """The work up to the plans, without building: for `explain` and `print`."""
+    chosen = pipeline(name)
+    steps = tuple(s for s in chosen.steps if s[0] not in ("build", "package"))
+    return run(type(chosen)(chosen.name, chosen.summary, steps), Work(blueprint, resolve(target_name), chosen.name))
+
+
+def _store(work: Work, library: Library, seconds: float) -> CompileResult:
+    assert work.built is not None
+    blueprint_id = canonical.blueprint_id(work.blueprint)
+    library.put_blueprint(blueprint_id, text.render(work.blueprint).encode(), work.blueprint.name)
+    provenance = {
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "seconds": {k: round(v, 4) for k, v in work.seconds.items()},
+        "toolchain": dict(work.built.toolchain),
+    }
+    side = {**work.built.side_files, "plans.txt": _plans(work).encode(), "provenance.json": canonical_json(provenance)}
+    record = library.put_artifact(work.container, side_files=side, provenance=provenance)
+    steps = [s for low in work.lowerings for s in low.plan.steps]
+    return CompileResult(
+        artifact_id=record.artifact_id,
+        blueprint_id=blueprint_id,
+        target=work.target.name,
+        pipeline=work.pipeline,
+        status=str(record.state),
+        seconds={**{k: round(v, 4) for k, v in work.seconds.items()}, "total": round(seconds, 4)},
+        size_bytes=len(work.container),
+        kernels=len(work.kernels.by_key),
+        externs=sum(type(s).__name__ == "ExternStep" for s in steps),
+        warnings=tuple(str(f) for f in work.findings),
+    )
+
+
+def _plans(work: Work) -> str:
+    return "\n\n".join(str(s.plan) for s in work.kernels.by_key.values()) + "\n"
+
+
+def as_json(result: CompileResult) -> dict[str, Any]:
+    """A row of `artifacts` in the command's document."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in result.__dict__.items()}

@@ -1,0 +1,122 @@
+"""Kernel plans to machine code, in sandboxed workers: Triton text -> PTX -> cubin, or C text -> shared object."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from esper_ir.diagnostics import EsperError
+from forge.ctoolchain import compile_c
+from forge.emit import c as emit_c
+from forge.emit import triton as emit_triton
+from forge.emit.triton_scalars import POINTER_TYPE
+from forge.lower import Kernels, KernelSource
+from forge.plan import KernelPlan, RowTile
+from forge.ptx import entries
+from forge.target import Target
+from forge.work import Built
+from library.launch import Kernel, Param
+from runtime.sandbox import Limits, run_worker
+
+# Contraction of a*b+c to one rounding: stated, because Triton's default changes between versions.
+FP_FUSION = True
+SCRATCH_POINTERS = 2
+BUILD_LIMITS = Limits(seconds=600.0, memory_bytes=8 << 30)
+
+
+def build(kernels: Kernels, target: Target) -> Built:
+    """Build every kernel of an artifact."""
+    sources = tuple(kernels.by_key.values())
+    if not sources:
+        return Built((), (), {}, {"fp_fusion": FP_FUSION})
+    return _build_c(sources, target) if target.kind == "cpu" else _build_triton(sources, target)
+
+
+# C -----------------------------------------------------------------------------------------------------------------------
+
+
+def _build_c(sources: tuple[KernelSource, ...], target: Target) -> Built:
+    text = emit_c.emit_module(tuple(s.plan for s in sources), target)
+    done = compile_c(text, target)
+    kernels = tuple(Kernel(s.plan.name, "module", s.plan.name, _params(s.plan)) for s in sources)
+    toolchain = {"compiler": done.version, "flags": list(done.flags), "march": target.arch, "fp_fusion": False}
+    return Built((("module", "so", done.data),), kernels, {"module.c": text.encode()}, toolchain)
+
+
+def _params(plan: KernelPlan) -> tuple[Param, ...]:
+    """Pointers, then sizes, at natural offsets."""
+    out = [Param("ptr", 8 * i, 8) for i in range(len(plan.buffers))]
+    offset = 8 * len(out)
+    for _ in plan.sizes:
+        out.append(Param("i64", offset, 8) if plan.wide else Param("i32", offset, 4))
+        offset += out[-1].size
+    return tuple(out)
+
+
+# Triton ------------------------------------------------------------------------------------------------------------------
+
+
+def request(sources: tuple[KernelSource, ...], target: Target) -> dict[str, Any]:
+    """What the worker is asked to build."""
+    return {
+        "backend": "hip" if target.kind == "hip" else "cuda",
+        "arch": target.arch if target.kind == "hip" else target.capability,
+        "proc": target.arch,
+        "warp": target.warp,
+        "ptxas": "ptxas" if target.capability < 100 else "ptxas-blackwell",
+        "ptxas_flags": [] if FP_FUSION else ["--fmad=false"],
+        "kernels": [_kernel_request(s, target) for s in sources],
+    }
+
+
+def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
+    plan = source.plan
+    signature = {f"p_{i}": POINTER_TYPE[d] for i, d in enumerate(plan.buffer_dtypes)}
+    signature |= {name: "i64" if plan.wide else "i32" for name in plan.sizes}
+    pointers = range(len(plan.buffers)) if source.variant == "a" else ()
+    sizes = range(len(plan.buffers), len(signature)) if source.divisible_sizes else ()
+    stages = 1 if isinstance(plan.tile, RowTile) else getattr(plan.tile, "stages", 1)
+    options: dict[str, Any] = {"num_warps": plan.tile.warps, "num_stages": stages, "enable_fp_fusion": FP_FUSION}
+    if target.kind == "cuda" and target.ptx_version:
+        options["ptx_version"] = target.ptx_version
+    return {
+        "entry": plan.name,
+        "text": emit_triton.emit(plan),
+        "signature": signature,
+        "divisible": [*pointers, *sizes],
+        "options": options,
+    }
+
+
+def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
+    asked = request(sources, target)
+    answer = run_worker("forge.build_worker", asked, BUILD_LIMITS)
+    facts = answer["kernels"]
+    texts = {f"{k['entry']}.triton.py": k["text"].encode() for k in asked["kernels"]}
+    toolchain = {**answer["toolchain"], "fp_fusion": FP_FUSION, "arch": target.arch}
+    if target.kind == "hip":
+        blobs = tuple((name, "hsaco", base64.b64decode(data)) for name, data in answer["blobs"].items())
+        kernels = tuple(_record(s, s.plan.name, _params(s.plan), facts) for s in sources)
+        return Built(blobs, kernels, texts, toolchain)
+    declared = {e.name: e.params for e in entries(answer["ptx"])}
+    kernels = tuple(_record(s, "module", _checked(s, declared), facts) for s in sources)
+    blob = base64.b64decode(answer["cubin"])
+    return Built((("module", "cubin", blob),), kernels, {**texts, "module.ptx": answer["ptx"].encode()}, toolchain)
+
+
+def _checked(source: KernelSource, declared: dict[str, tuple[Param, ...]]) -> tuple[Param, ...]:
+    """Our parameter table against the entry's: same sizes and offsets, then the two scratch pointers of the ABI."""
+    ours = _params(source.plan)
+    theirs = declared.get(source.plan.name, ())
+    same = [(p.offset, p.size) for p in ours] == [(p.offset, p.size) for p in theirs[: len(ours)]]
+    if not same or len(theirs) != len(ours) + SCRATCH_POINTERS:
+        raise EsperError("E0546", "the entry's parameters are not what the plan says", node=source.plan.name)
+    return ours
+
+
+def _record(source: KernelSource, blob: str, params: tuple[Param, ...], facts: dict[str, Any]) -> Kernel:
+    known = facts[source.plan.name]
+    return Kernel(
+        source.plan.name, blob, source.plan.name, params, warps=known["warps"], shared=known["shared"],
+        scratch=SCRATCH_POINTERS, registers=known.get("registers", 0), spills=known.get("spills", 0),
+    )  # fmt: skip
