@@ -1,4 +1,6 @@
-"""Ways to make graphs in Python: `Builder` for people (a blueprint), `GraphBuilder` for rules and passes (typed)."""
+"""Ways to make graphs in Python: `Builder` for people (a blueprint), `GraphBuilder` for rules and passes
+(typed).
+"""
 
 from __future__ import annotations
 
@@ -84,10 +86,11 @@ class Value:
 
 
 class Builder:
-    """Builds a blueprint: `b = Builder("mlp"); x = b.input("x", "bfloat16", ["rows", 64]); y = b.silu(x @ w)`.
+    """Builds a blueprint: `b = Builder("mlp"); x = b.input("x", "bfloat16", ["rows", 64]); y = b.silu(x @
+    w)`.
 
-    Every operator of the language is a method; shapes are checked as nodes are added, and an error names the caller's
-    line. `b.build(y)` gives the verified Blueprint.
+    Every operator of the language is a method; shapes are checked as nodes are added, and an error names the
+    caller's line. `b.build(y)` gives the verified Blueprint.
     """
 
     def __init__(self, name: str, **metadata: Any) -> None:
@@ -99,7 +102,7 @@ class Builder:
         self._taken: set[str] = set()
         self._infer = Inference()
 
-    def dim(self, name: str, *, min: int = 1, max: int = 2**31 - 1, tune: Sequence[int] = (),  # noqa: A002
+    def dim(self, name: str, *, min: int = 1, max: int = 2**31 - 1, tune: Sequence[int] = (),
             multiple_of: int = 1) -> Dim:  # fmt: skip
         """Declare a symbolic size with its inclusive range and the sizes to tune for."""
         if not SYMBOL.fullmatch(name):
@@ -117,7 +120,9 @@ class Builder:
         seen = DType.parse(compute) if isinstance(compute, str) else compute
         return self._leaf(Leaf(name, "param", TensorType.of(dtype, shape), given and dict(given), seen))
 
-    def buffer(self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | None = None) -> Value:
+    def buffer(
+        self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | None = None
+    ) -> Value:
         return self._leaf(Leaf(name, "buffer", TensorType.of(dtype, shape), init and dict(init)))
 
     def constant(self, name: str, dtype: str | DType, shape: Shape, data: Any) -> Value:
@@ -140,12 +145,18 @@ class Builder:
         """Add a node and give its first output."""
         return self.many(op, *operands, name=name, **attrs)[0]
 
-    def many(self, op: str, *operands: Value | Number, name: str | None = None, **attrs: Any) -> tuple[Value, ...]:
-        """Add a node and give all its outputs; raises EsperError E0201-E0208, E0301, E0403 with the caller's line."""
+    def many(
+        self, op: str, *operands: Value | Number, name: str | None = None, **attrs: Any
+    ) -> tuple[Value, ...]:
+        """Add a node and give all its outputs; raises EsperError E0201-E0208, E0301, E0403 with the caller's
+        line.
+        """
         at = _caller()
         for operand in operands:
             if isinstance(operand, Value) and operand.builder is not self:
-                raise EsperError("E0403", f"{operand!r} belongs to another builder", node=name or op, hint=f"at {at}")
+                raise EsperError(
+                    "E0403", f"{operand!r} belongs to another builder", node=name or op, hint=f"at {at}"
+                )
         given = {k: _plain(v) for k, v in attrs.items()}
         try:
             types = [o.type if isinstance(o, Value) else o for o in operands]

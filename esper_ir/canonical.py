@@ -1,9 +1,9 @@
 """Identity of a blueprint: its canonical form and the hash of it.
 
-The canonical form is the typed graph without names: leaves by position, nodes in a structural order, commutative
-operands ordered by what they compute, equal nodes once, dead nodes gone, defaults filled in, dims numbered. The hash of
-every value covers its operator, attributes, types and the hashes of its operands (a Merkle tree with shared parts
-computed once, built along the topological order, so without recursion).
+The canonical form is the typed graph without names: leaves by position, nodes in a structural order,
+commutative operands ordered by what they compute, equal nodes once, dead nodes gone, defaults filled in, dims
+numbered. The hash of every value covers its operator, attributes, types and the hashes of its operands (a
+Merkle tree with shared parts computed once, built along the topological order, so without recursion).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Names = Mapping[str, Dim]
 
 
 def _occurrences(bp: Blueprint, symbol: str) -> tuple[Any, ...]:
-    """Where a symbol stands, told without names: (leaf, axis, expression with this symbol marked) in order."""
+    """Where a symbol stands, told without names: (leaf, axis, expression with this symbol marked) in
+    order.
+    """
     found = []
     for at, leaf in enumerate(bp.leaves):
         for axis, dim in enumerate(leaf.type.shape):
@@ -35,7 +37,9 @@ def _occurrences(bp: Blueprint, symbol: str) -> tuple[Any, ...]:
 
 
 def dim_names(bp: Blueprint) -> dict[str, Dim]:
-    """Canonical name of every dim: numbered by where it first stands in the shapes of the leaves, then as declared."""
+    """Canonical name of every dim: numbered by where it first stands in the shapes of the leaves, then as
+    declared.
+    """
     declared = list(bp.dims)
     places = {s: _occurrences(bp, s) for s in declared}
     order = sorted(declared, key=lambda s: (not places[s], places[s], declared.index(s)))
@@ -87,7 +91,9 @@ def _data(value: Any) -> Any:
 
 
 def _dump(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()
 
 
 class _Merkle:
@@ -95,7 +101,9 @@ class _Merkle:
 
     def __init__(self, graph: Graph, leaves: Mapping[str, Any], encoder: _Encoder) -> None:
         self.encoder = encoder
-        self.digest: dict[str, str] = {n: hashlib.sha256(_dump(["leaf", v])).hexdigest() for n, v in leaves.items()}
+        self.digest: dict[str, str] = {
+            n: hashlib.sha256(_dump(["leaf", v])).hexdigest() for n, v in leaves.items()
+        }
         self.row: dict[str, tuple[Node, list[Ref]]] = {}
         for node in graph.nodes:
             self._add(node)
@@ -181,8 +189,8 @@ def differentiable(bp: Blueprint) -> tuple[str, ...]:
 
 
 def blueprint_id(bp: Blueprint) -> str:
-    """sha256 (hex) of the canonical form: the same for another order of nodes or other names, another for any change
-    of meaning. Raises EsperError when the blueprint does not verify.
+    """sha256 (hex) of the canonical form: the same for another order of nodes or other names, another for any
+    change of meaning. Raises EsperError when the blueprint does not verify.
     """
     return hashlib.sha256(canonical_text(bp)).hexdigest()
 

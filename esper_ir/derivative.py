@@ -1,6 +1,7 @@
 """Derivatives of scalar expressions, and the small algebra that keeps them short.
 
-Used once per operator to make its gradient rule; the result is again an expression of the closed scalar language.
+Used once per operator to make its gradient rule; the result is again an expression of the closed scalar
+language.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def is_const(expr: Expr, value: float) -> bool:
 
 
 def mul(a: Expr, b: Expr) -> Expr:
-    """a * b, with factors 0, 1, -1 removed and selections kept outermost: a branch that is not taken stays out of the
-    product, so that an infinite cotangent does not meet its zero.
+    """a * b, with factors 0, 1, -1 removed and selections kept outermost: a branch that is not taken stays
+    out of the product, so that an infinite cotangent does not meet its zero.
     """
     if is_const(a, 0) or is_const(b, 0):
         return ZERO

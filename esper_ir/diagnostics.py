@@ -83,7 +83,9 @@ def _rebuild(kind: type[EsperError], state: dict[str, Any]) -> EsperError:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding of the verifier: `level` is "error" or "warning"; `context` is the printed graph to show."""
+    """One finding of the verifier: `level` is "error" or "warning"; `context` is the printed graph to
+    show.
+    """
 
     code: str
     message: str

@@ -11,8 +11,8 @@ from typing import Any
 def collect(package: ModuleType, constant: str) -> dict[str, Any]:
     """Records named by `constant` in every module of `package`, by their `name`.
 
-    A name with two owners is refused. `constant` is either one record or a tuple of records; modules without it
-    contribute nothing.
+    A name with two owners is refused. `constant` is either one record or a tuple of records; modules without
+    it contribute nothing.
     """
     found: dict[str, Any] = {}
     owner: dict[str, str] = {}

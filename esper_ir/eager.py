@@ -1,4 +1,6 @@
-"""The eager twin: a torch module that runs the reference. Fallback, baseline and starting point of training."""
+"""The eager twin: a torch module that runs the reference. Fallback, baseline and starting point of
+training.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from esper_ir.verify import typed
 def _shape(leaf: Leaf) -> list[int]:
     sizes = [d.static for d in leaf.type.shape]
     if any(s is None for s in sizes):
-        raise EsperError("E0404", f"{leaf.kind} {leaf.name} has a symbolic shape", node=leaf.name, hint="give sizes")
+        raise EsperError(
+            "E0404", f"{leaf.kind} {leaf.name} has a symbolic shape", node=leaf.name, hint="give sizes"
+        )
     return [s for s in sizes if s is not None]
 
 
@@ -44,7 +48,8 @@ def _bound(kind: str, init: Mapping[str, float], shape: list[int]) -> float:
 def initialise(leaf: Leaf, generator: torch.Generator | None = None) -> Tensor:
     """A fresh value of a param or buffer, drawn in float32 (float64 for float64) on the CPU, then rounded.
 
-    Without an initialiser: zeros. Formulas are those of torch.nn.init. Raises EsperError E0404 for a symbolic shape.
+    Without an initialiser: zeros. Formulas are those of torch.nn.init. Raises EsperError E0404 for a symbolic
+    shape.
     """
     init = dict(leaf.init or {"kind": "zeros"})
     kind = init.pop("kind")
@@ -69,9 +74,11 @@ def initialise(leaf: Leaf, generator: torch.Generator | None = None) -> Tensor:
 
 
 def constant_value(leaf: Leaf, base: Path | None = None) -> Tensor:
-    """The value of a constant: inline data, or a tensor of a safetensors file in `base` whose digest must match.
+    """The value of a constant: inline data, or a tensor of a safetensors file in `base` whose digest must
+    match.
 
-    Raises EsperError E0112 (data of another shape, no such tensor), E0113 (no such file), exit 11 on another digest.
+    Raises EsperError E0112 (data of another shape, no such tensor), E0113 (no such file), exit 11 on another
+    digest.
     """
     dtype, shape = torch_dtype(leaf.type.dtype), _shape(leaf)
     if isinstance(leaf.data, Mapping):
@@ -89,24 +96,32 @@ def constant_value(leaf: Leaf, base: Path | None = None) -> Tensor:
         except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise EsperError("E0112", f"{leaf.name}: {error}", node=leaf.name) from None
     if list(found.shape) != shape:
-        raise EsperError("E0112", f"{leaf.name}: data of shape {list(found.shape)}, declared {shape}", node=leaf.name)
+        raise EsperError(
+            "E0112", f"{leaf.name}: data of shape {list(found.shape)}, declared {shape}", node=leaf.name
+        )
     return found.to(dtype)
 
 
 class EagerTwin(nn.Module):
     """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint.
 
-    `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of them.
-    Names with dots are kept in `names`; torch sees them with "_" for ".".
+    `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of
+    them. Names with dots are kept in `names`; torch sees them with "_" for ".".
     """
 
-    def __init__(self, blueprint: Blueprint, generator: torch.Generator | None = None, base: Path | None = None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, generator: torch.Generator | None = None, base: Path | None = None
+    ) -> None:
         super().__init__()
         self.blueprint = blueprint
         self.graph = typed(blueprint)
-        self.names = {leaf.name: leaf.name.replace(".", "_") for leaf in blueprint.leaves if leaf.kind != "input"}
+        self.names = {
+            leaf.name: leaf.name.replace(".", "_") for leaf in blueprint.leaves if leaf.kind != "input"
+        }
         if len(set(self.names.values())) != len(self.names):
-            raise EsperError("E0404", "two params have the same name once dots are underscores", hint="rename one")
+            raise EsperError(
+                "E0404", "two params have the same name once dots are underscores", hint="rename one"
+            )
         wanted = blueprint.differentiable
         for leaf in blueprint.of_kind("param"):
             trained = leaf.type.dtype.is_floating and (wanted is None or leaf.name in wanted)

@@ -15,8 +15,8 @@ from esper_ir.registry import lookup
 def expand(graph: Graph, keep: Container[str] = ()) -> Graph:
     """Replace every composite operator not in `keep` by its primitives, until none is left.
 
-    The names of the graph's outputs stay; equal primitives become one node, so that what a gradient recomputes is
-    shared with the forward pass. Nodes that nothing reads are dropped.
+    The names of the graph's outputs stay; equal primitives become one node, so that what a gradient
+    recomputes is shared with the forward pass. Nodes that nothing reads are dropped.
     """
     builder, values = replay(graph)
     for node in graph.nodes:

@@ -18,9 +18,9 @@ class Joint:
     """Forward and backward in one graph.
 
     `graph.inputs`: those of the forward graph, then one cotangent per floating output, named "grad:<output>".
-    `graph.outputs`: the forward outputs, then the distinct gradient values. `cotangents`: output -> cotangent input.
-    `gradients`: wanted input -> value that holds its gradient (equal gradients share one value, which may be a cotangent
-    itself), or None when it is identically zero.
+    `graph.outputs`: the forward outputs, then the distinct gradient values. `cotangents`: output -> cotangent
+    input. `gradients`: wanted input -> value that holds its gradient (equal gradients share one value, which
+    may be a cotangent itself), or None when it is identically zero.
     """
 
     graph: Graph
@@ -42,9 +42,13 @@ def _check(graph: Graph, wanted: Sequence[str]) -> None:
     for name in wanted:
         kind = graph.inputs.get(name)
         if kind is None:
-            raise EsperError("E0310", f"no input {name!r} to differentiate", hint=f"one of {', '.join(graph.inputs)}")
+            raise EsperError(
+                "E0310", f"no input {name!r} to differentiate", hint=f"one of {', '.join(graph.inputs)}"
+            )
         if not kind.dtype.is_floating:
-            raise EsperError("E0310", f"{name} is {kind}", node=name, hint="only floating inputs have gradients")
+            raise EsperError(
+                "E0310", f"{name} is {kind}", node=name, hint="only floating inputs have gradients"
+            )
 
 
 class _Reverse:
@@ -88,8 +92,9 @@ class _Reverse:
 def joint(graph: Graph, wanted: Sequence[str]) -> Joint:
     """The joint graph for the gradients of the inputs `wanted`.
 
-    Cotangents and gradients have the type of the value they belong to; broadcasting is undone by sums. Raises E0310
-    for an input that is missing or not floating, E0401 when a path runs through an operator without a gradient.
+    Cotangents and gradients have the type of the value they belong to; broadcasting is undone by sums. Raises
+    E0310 for an input that is missing or not floating, E0401 when a path runs through an operator without a
+    gradient.
     """
     _check(graph, wanted)
     dependent = _dependent(graph, wanted)

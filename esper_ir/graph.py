@@ -54,8 +54,8 @@ class Leaf:
     """A named tensor from outside. `kind`: input, param, buffer, constant.
 
     `compute` (params): the dtype in which the graph sees it when it differs from the stored one; the cast is
-    part of the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones", "uniform", ...
-    `data` (constants): nested lists, or {"sha256": ..., "file": ...}.
+    part of the meaning. `init` (params, buffers): {"kind": "normal", "std": 0.02}, "zeros", "ones",
+    "uniform", ... `data` (constants): nested lists, or {"sha256": ..., "file": ...}.
     """
 
     name: str

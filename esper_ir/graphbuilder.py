@@ -1,4 +1,6 @@
-"""GraphBuilder: adds nodes to a typed graph, applies shape rules at once, and never makes the same node twice."""
+"""GraphBuilder: adds nodes to a typed graph, applies shape rules at once, and never makes the same node
+twice.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from esper_ir.types import DimSpec, TensorType
 
 
 class GraphBuilder:
-    """Implements `opdef.Emit`. All operators are pure, so equal operator, operands and attributes give the one value.
+    """Implements `opdef.Emit`. All operators are pure, so equal operator, operands and attributes give the
+    one value.
 
     `scope` prefixes the names of new nodes ("d:y" gives "d:y:mul"); names are unique within the graph.
     """
@@ -66,7 +69,9 @@ class GraphBuilder:
         """All outputs of a node."""
         return self._add(op, operands, attrs, None)
 
-    def emit_named(self, name: str, op: str, operands: Sequence[Operand], attrs: Mapping[str, Any]) -> tuple[Val, ...]:
+    def emit_named(
+        self, name: str, op: str, operands: Sequence[Operand], attrs: Mapping[str, Any]
+    ) -> tuple[Val, ...]:
         """A node called `name`, unless the same node exists already under another name."""
         return self._add(op, operands, attrs, name)
 
@@ -87,8 +92,8 @@ class GraphBuilder:
     def graph(self, outputs: Mapping[str, Val] | Sequence[Val]) -> Graph:
         """The nodes that `outputs` need, in the order in which they were added.
 
-        A mapping gives every output its name: the node is renamed, or copied by a cast to its own type when its value
-        already serves as an input or as another output.
+        A mapping gives every output its name: the node is renamed, or copied by a cast to its own type when
+        its value already serves as an input or as another output.
         """
         named = outputs if isinstance(outputs, Mapping) else {v.name: v for v in outputs}
         final: dict[str, str] = {}

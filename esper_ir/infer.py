@@ -71,7 +71,9 @@ def convert(attr: Attr, value: Any) -> Any:
         value = _sequence(attr, value)
         if not all(_is_int(v) for v in value):
             raise _wrong(attr, value)
-    elif not (_is_int(value) if attr.kind == "int" else isinstance(value, bool if attr.kind == "bool" else str)):
+    elif not (
+        _is_int(value) if attr.kind == "int" else isinstance(value, bool if attr.kind == "bool" else str)
+    ):
         raise _wrong(attr, value)
     if attr.choices and value not in attr.choices:
         raise _wrong(attr, value)
@@ -88,7 +90,9 @@ def complete(op: OpDef, given: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for attr in op.params:
         if attr.name not in given and attr.default is REQUIRED:
-            raise EsperError("E0202", f"attribute {attr.name!r} is missing", hint=attr.doc or f"kind: {attr.kind}")
+            raise EsperError(
+                "E0202", f"attribute {attr.name!r} is missing", hint=attr.doc or f"kind: {attr.kind}"
+            )
         out[attr.name] = convert(attr, given.get(attr.name, attr.default))
     return out
 
@@ -129,7 +133,11 @@ class Inference:
         self._known: dict[Any, Inferred] = {}
 
     def __call__(self, op: OpDef, operands: Operands, given: Mapping[str, Any]) -> Inferred:
-        key = (op.name, tuple(exact(o) for o in operands), tuple((k, exact(v)) for k, v in sorted(given.items())))
+        key = (
+            op.name,
+            tuple(exact(o) for o in operands),
+            tuple((k, exact(v)) for k, v in sorted(given.items())),
+        )
         try:
             found = self._known.get(key)
         except TypeError:  # an unhashable value: a wrong attribute, which `infer` names

@@ -153,8 +153,8 @@ class OpDef:
     """The whole of one operator.
 
     `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of tensors: it is the
-    torch call of that name, resolved when used, so that this package works without torch. `arity` is (least, most)
-    operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim. `resolve`
+    torch call of that name, resolved when used, so that this package works without torch. `arity` is (least,
+    most) operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim. `resolve`
     completes attributes once operand types are known (axes counted from the front, -1 in shapes replaced).
     """
 
@@ -180,8 +180,9 @@ FLOATS = (DType.float64, DType.float32, DType.bfloat16, DType.float16)
 
 
 def compute_dtype(operands: Sequence[TensorType | Number], outputs: Sequence[TensorType]) -> DType:
-    """The type in which a pointwise body is computed: that of the result when it is floating, else (comparisons
-    and integers) the promoted type of the operands. A `cast` reads its operand in the operand's own type.
+    """The type in which a pointwise body is computed: that of the result when it is floating, else
+    (comparisons and integers) the promoted type of the operands. A `cast` reads its operand in the operand's
+    own type.
     """
     out = outputs[0].dtype
     if out.is_floating:

@@ -32,11 +32,15 @@ def sizes_of(types: Mapping[str, TensorType], values: Mapping[str, Any]) -> dict
         for dim, size in zip(kind.shape, shape, strict=True):
             symbol = str(dim)
             if dim == Dim.sym(symbol) and sizes.setdefault(symbol, size) != size:
-                raise EsperError("E0402", f"{name}: {symbol} is {size} here and {sizes[symbol]} elsewhere", node=name)
+                raise EsperError(
+                    "E0402", f"{name}: {symbol} is {size} here and {sizes[symbol]} elsewhere", node=name
+                )
     return sizes
 
 
-def check_values(types: Mapping[str, TensorType], values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+def check_values(
+    types: Mapping[str, TensorType], values: Mapping[str, Any], sizes: Mapping[str, int]
+) -> None:
     """Every shape evaluates to the tensor's; E0402 otherwise."""
     for name, kind in types.items():
         unknown = {s for d in kind.shape for s in d.symbols()} - set(sizes)
@@ -62,7 +66,9 @@ def _given(name: str, kind: TensorType, value: Any, precision: Precision) -> Any
     return value
 
 
-def _run(node: Node, values: Mapping[str, Any], sizes: Mapping[str, int], precision: Precision) -> tuple[Any, ...]:
+def _run(
+    node: Node, values: Mapping[str, Any], sizes: Mapping[str, int], precision: Precision
+) -> tuple[Any, ...]:
     attrs = bind(dict(node.attrs), sizes)
     if precision == "float64":
         attrs = _widened(attrs)
@@ -89,8 +95,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """The outputs by name, from a tensor per leaf (inputs, params, buffers, constants), on their device.
 
-    "declared": every value has its declared dtype. "float64": floating leaves are converted and every floating cast is
-    to float64. Raises EsperError E0402 when a value is missing or does not fit.
+    "declared": every value has its declared dtype. "float64": floating leaves are converted and every
+    floating cast is to float64. Raises EsperError E0402 when a value is missing or does not fit.
     """
     typed_graph = typed(graph) if isinstance(graph, Blueprint) else graph
     known = evaluate_all(typed_graph, values, precision=precision)

@@ -1,4 +1,6 @@
-"""Reading one tensor of a safetensors file: an 8-byte header length, a JSON header, the data. No code is run."""
+"""Reading one tensor of a safetensors file: an 8-byte header length, a JSON header, the data. No code is
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _bad(reason: str) -> EsperError:
 
 
 def _sizes(value: Any, count: int | None, what: str) -> list[int]:
-    plain = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)
+    plain = isinstance(value, list) and all(
+        isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value
+    )
     if not plain or (count is not None and len(value) != count):
         raise _bad(what)
     return value

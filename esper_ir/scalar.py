@@ -1,7 +1,8 @@
 """The closed scalar language: bodies of pointwise and reduction operators, over values of one element.
 
 An expression is computed in the compute type of its operands (float32 for bfloat16 and float16); rounding to
-a stored type happens only at `Cast` and where a graph value ends. Spelling for a target belongs to forge/emit.
+a stored type happens only at `Cast` and where a graph value ends. Spelling for a target belongs to
+forge/emit.
 """
 
 from __future__ import annotations

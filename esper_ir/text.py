@@ -31,7 +31,9 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def _too_big(what: str, limit: int) -> EsperError:
-    return EsperError("E0102", f"{what}: the limit is {limit:,}", hint="split the blueprint", exit_code=EXIT_LIMIT)
+    return EsperError(
+        "E0102", f"{what}: the limit is {limit:,}", hint="split the blueprint", exit_code=EXIT_LIMIT
+    )
 
 
 def _check_nesting(data: bytes) -> None:
@@ -81,7 +83,11 @@ def _decode(data: bytes | str, source: str) -> Any:
     try:
         text = raw.decode("utf-8")
         return json.loads(
-            text, object_pairs_hook=_pairs, parse_float=_finite, parse_int=_integer, parse_constant=_no_constant
+            text,
+            object_pairs_hook=_pairs,
+            parse_float=_finite,
+            parse_int=_integer,
+            parse_constant=_no_constant,
         )
     except json.JSONDecodeError as error:
         hint = f"line {error.lineno}, column {error.colno}"
@@ -91,7 +97,9 @@ def _decode(data: bytes | str, source: str) -> Any:
 
 
 def _expect(value: Any, kind: type | tuple[type, ...], where: str, wanted: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in (kind if isinstance(kind, tuple) else (kind,))):
+    if not isinstance(value, kind) or (
+        isinstance(value, bool) and bool not in (kind if isinstance(kind, tuple) else (kind,))
+    ):
         raise EsperError("E0105", f"{where} is {json.dumps(value)[:60]}", hint=f"it must be {wanted}")
     return value
 
@@ -142,7 +150,9 @@ def _dim_spec(value: Any, name: str) -> DimSpec:
         raise EsperError("E0110", f"{where}: no size from {low} to {high} is a multiple of {multiple}")
     for size in sizes:
         if not low <= size <= high or size % multiple:
-            raise EsperError("E0110", f"{where}.tune: {size} is outside the declared range", hint=f"{low} to {high}")
+            raise EsperError(
+                "E0110", f"{where}.tune: {size} is outside the declared range", hint=f"{low} to {high}"
+            )
     return DimSpec(low, high, sizes, multiple)
 
 
@@ -162,15 +172,21 @@ def _type(found: Mapping[str, Any], where: str) -> TensorType:
 
 def _init(value: Any, where: str) -> dict[str, Any]:
     """An initialiser; a bare string is short for {"kind": ...}. Only what was written is kept."""
-    found = {"kind": value} if isinstance(value, str) else _expect(value, dict, where, "an object with `kind`")
+    found = (
+        {"kind": value} if isinstance(value, str) else _expect(value, dict, where, "an object with `kind`")
+    )
     kind = found.get("kind")
     known = INITIALISERS.get(kind) if isinstance(kind, str) else None
     if known is None:
         hint = f"one of: {', '.join(INITIALISERS)}"
         raise EsperError("E0111", f"{where}: unknown initialiser {str(kind)[:64]!r}", hint=hint)
     for key, number in found.items():
-        if key != "kind" and (key not in known or isinstance(number, bool) or not isinstance(number, (int, float))):
-            raise EsperError("E0111", f"{where}: {key[:64]!r} does not fit {kind}", hint=f"numbers: {', '.join(known)}")
+        if key != "kind" and (
+            key not in known or isinstance(number, bool) or not isinstance(number, (int, float))
+        ):
+            raise EsperError(
+                "E0111", f"{where}: {key[:64]!r} does not fit {kind}", hint=f"numbers: {', '.join(known)}"
+            )
     missing = [k for k, v in known.items() if v is None and k not in found]
     if missing:
         raise EsperError("E0111", f"{where}: {kind} needs {missing[0]!r}")
@@ -201,7 +217,9 @@ def _leaf(section: str, name: str, value: Any) -> Leaf:
 
 
 def freeze(value: Any, where: str) -> Any:
-    """Lists as tuples; objects are refused (attributes and data are hashable). Nesting is bounded by the parser."""
+    """Lists as tuples; objects are refused (attributes and data are hashable). Nesting is bounded by the
+    parser.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(freeze(v, where) for v in value)
     if isinstance(value, dict):
@@ -248,7 +266,9 @@ def _surrogates(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise EsperError("E0101", "the text holds half a surrogate pair", hint="write valid Unicode") from None
+        raise EsperError(
+            "E0101", "the text holds half a surrogate pair", hint="write valid Unicode"
+        ) from None
 
 
 def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None) -> Blueprint:
@@ -283,14 +303,18 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
 
 
 def load(path: str | Path) -> Blueprint:
-    """Read a blueprint file (at most 64 MiB). Raises EsperError as `parse`, and E0113 when it cannot be read."""
+    """Read a blueprint file (at most 64 MiB). Raises EsperError as `parse`, and E0113 when it cannot be
+    read.
+    """
     path = Path(path)
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise EsperError("E0113", f"cannot read {path}: {reason}", node=str(path), exit_code=EXIT_NOT_FOUND) from None
+        raise EsperError(
+            "E0113", f"cannot read {path}: {reason}", node=str(path), exit_code=EXIT_NOT_FOUND
+        ) from None
     return parse(data, source=str(path), base=path.parent)
 
 

@@ -65,7 +65,9 @@ class _Check:
             self.leaves[leaf.name] = leaf
         for index, node in enumerate(self.bp.nodes):
             if node.id in self.nodes or node.id in self.leaves:
-                self.report("E0304", f"the name {node.id!r} is used twice", node.id, "give every node its own id")
+                self.report(
+                    "E0304", f"the name {node.id!r} is used twice", node.id, "give every node its own id"
+                )
             self.nodes.setdefault(node.id, node)
             self.place.setdefault(node.id, index)
 
@@ -79,9 +81,13 @@ class _Check:
                     hint = f"declare it under dims; known: {', '.join(self.bp.dims) or 'none'}"
                     self.report("E0307", f"{leaf.name}: unknown dim {unknown[0]!r}", leaf.name, hint)
                 elif not _non_negative(dim, ranges):
-                    self.report("E0206", f"{leaf.name}: cannot prove {dim} >= 0 over the declared range", leaf.name)
+                    self.report(
+                        "E0206", f"{leaf.name}: cannot prove {dim} >= 0 over the declared range", leaf.name
+                    )
             if leaf.compute is not None and not (leaf.compute.is_floating and leaf.type.dtype.is_floating):
-                self.report("E0205", f"{leaf.name}: compute dtype of a tensor that is not floating", leaf.name)
+                self.report(
+                    "E0205", f"{leaf.name}: compute dtype of a tensor that is not floating", leaf.name
+                )
 
     def source(self, ref: str) -> str | None:
         """The leaf or node that a reference means, None when there is none."""
@@ -105,7 +111,9 @@ class _Check:
         for name in self.bp.differentiable or ():
             leaf = self.leaves.get(name)
             if leaf is None or leaf.kind not in ("input", "param") or not leaf.type.dtype.is_floating:
-                self.report("E0310", f"differentiable names {name!r}", hint="a floating input or param is needed")
+                self.report(
+                    "E0310", f"differentiable names {name!r}", hint="a floating input or param is needed"
+                )
 
     def order(self) -> list[Node]:
         """Topological order, stable by the place in the text; a cycle is reported and left out."""
@@ -195,7 +203,9 @@ class _Typing:
             self.types[name] = kind
 
     def _partly(self, op: OpDef, node: Node) -> None:
-        """What can be said without the operand types; an unknown output number of a typed node is an error."""
+        """What can be said without the operand types; an unknown output number of a typed node is an
+        error.
+        """
         check_arity(op, len(node.inputs))
         complete(op, dict(node.attrs))
         for ref in node.tensors:
@@ -278,12 +288,15 @@ def _live_graph(bp: Blueprint, nodes: Sequence[Node], read: Mapping[str, str]) -
 
 
 def verify(bp: Blueprint) -> list[Diagnostic]:
-    """Every finding at once, errors first: each has a code, the node and the node marked in the printed graph."""
+    """Every finding at once, errors first: each has a code, the node and the node marked in the printed
+    graph.
+    """
     return examine(bp)[0]
 
 
 def typed(bp: Blueprint) -> Graph:
-    """The typed graph in topological order, dead nodes dropped, params with a `compute` dtype read through a cast.
+    """The typed graph in topological order, dead nodes dropped, params with a `compute` dtype read through a
+    cast.
 
     Raises one EsperError carrying every error found; its code is that of the only kind of error, else E0308.
     """
@@ -295,4 +308,6 @@ def typed(bp: Blueprint) -> Graph:
     code = codes.pop() if len(codes) == 1 else "E0308"
     first = errors[0]
     message = first.message if len(errors) == 1 else f"{bp.name} has {len(errors)} errors"
-    raise EsperError(code, message, node=first.node, hint="`verify` lists them", diagnostics=errors[:MAX_FINDINGS])
+    raise EsperError(
+        code, message, node=first.node, hint="`verify` lists them", diagnostics=errors[:MAX_FINDINGS]
+    )

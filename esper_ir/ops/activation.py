@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from esper_ir.lazy import functional as F  # noqa: N812
+from esper_ir.lazy import functional as F
 from esper_ir.opdef import Attr, Attrs, OpDef
 from esper_ir.ops.gradients import Derivatives
 from esper_ir.ops.pointwise import unary
@@ -39,10 +39,14 @@ def _inner() -> Expr:
 def _gelu_derivative(attrs: Attrs) -> tuple[Expr]:
     """Phi(x) + x Phi'(x)."""
     if attrs["approximate"] == "none":
-        density = prim("mul", prim("exp", prim("mul", prim("mul", X, X), -0.5)), 1.0 / math.sqrt(2.0 * math.pi))
+        density = prim(
+            "mul", prim("exp", prim("mul", prim("mul", X, X), -0.5)), 1.0 / math.sqrt(2.0 * math.pi)
+        )
         return (prim("add", _phi(attrs), prim("mul", X, density)),)
     t = prim("tanh", _inner())
-    slope = prim("mul", math.sqrt(2.0 / math.pi), prim("add", 1.0, prim("mul", 3 * 0.044715, prim("mul", X, X))))
+    slope = prim(
+        "mul", math.sqrt(2.0 / math.pi), prim("add", 1.0, prim("mul", 3 * 0.044715, prim("mul", X, X)))
+    )
     half = prim("mul", prim("mul", 0.5, X), prim("mul", prim("sub", 1.0, prim("mul", t, t)), slope))
     return (prim("add", _phi(attrs), half),)
 

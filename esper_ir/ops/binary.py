@@ -9,7 +9,17 @@ from typing import Any
 from esper_ir.derivative import ONE, ZERO
 from esper_ir.diagnostics import EsperError
 from esper_ir.lazy import torch
-from esper_ir.opdef import Attr, Attrs, NotDifferentiable, Number, OpDef, Pointwise, Sample, Tolerance, VjpRule
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    NotDifferentiable,
+    Number,
+    OpDef,
+    Pointwise,
+    Sample,
+    Tolerance,
+    VjpRule,
+)
 from esper_ir.ops.gradients import Derivatives, pointwise_vjp
 from esper_ir.ops.rules import broadcast, call, elementwise, lift, pointwise_cost, result_type
 from esper_ir.scalar import Arg, Const, Expr, Prim, prim, walk
@@ -27,10 +37,16 @@ PAIRS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 
 
-def samples(low: float, high: float, dtypes: Sequence[str], attrs: Attrs, number: Number | None) -> tuple[Sample, ...]:
-    """Every pair of shapes in float32, the first in the other dtypes, one mixed pair, a number on either side."""
+def samples(
+    low: float, high: float, dtypes: Sequence[str], attrs: Attrs, number: Number | None
+) -> tuple[Sample, ...]:
+    """Every pair of shapes in float32, the first in the other dtypes, one mixed pair, a number on either
+    side.
+    """
     attrs = dict(attrs)
-    out = [Sample((TensorType.of("float32", a), TensorType.of("float32", b)), attrs, low, high) for a, b in PAIRS]
+    out = [
+        Sample((TensorType.of("float32", a), TensorType.of("float32", b)), attrs, low, high) for a, b in PAIRS
+    ]
     first, second = PAIRS[1]
     out += [Sample((TensorType.of(d, first), TensorType.of(d, second)), attrs, low, high) for d in dtypes]
     if "bfloat16" in dtypes:
@@ -63,8 +79,12 @@ def binary(
 ) -> OpDef:
     """A record of two operands; without `body` it is the scalar primitive of the same name."""
     made: Callable[[Attrs], Expr] = body or (lambda a: prim(name, A, B))
-    weight = sum(isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(attrs or {}))))
-    vjp: VjpRule | NotDifferentiable = NotDifferentiable(flat) if flat else pointwise_vjp(made, 2, derivatives)
+    weight = sum(
+        isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(attrs or {})))
+    )
+    vjp: VjpRule | NotDifferentiable = (
+        NotDifferentiable(flat) if flat else pointwise_vjp(made, 2, derivatives)
+    )
     return OpDef(
         name=name,
         infer=elementwise(out, accepts),

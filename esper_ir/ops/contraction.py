@@ -1,9 +1,10 @@
-"""Matrix products. Accumulation is float32 (float64 for float64); `precision` says how float32 operands are multiplied."""
+"""Matrix products. Accumulation is float32 (float64 for float64); `precision` says how float32 operands are
+multiplied.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.lazy import functional, torch
@@ -15,7 +16,11 @@ from esper_ir.types import Dim, TensorType
 
 Types = Sequence[TensorType | Number]
 PRECISION = Attr(
-    "precision", "str", "ieee", ("ieee", "tf32", "bf16x3"), "multiplication of float32 operands; part of the meaning"
+    "precision",
+    "str",
+    "ieee",
+    ("ieee", "tf32", "bf16x3"),
+    "multiplication of float32 operands; part of the meaning",
 )
 
 

@@ -1,7 +1,7 @@
 """Building blocks of gradient rules.
 
-Cotangents have the dtype of the value they belong to. A rule of more than one rounding step computes in the compute
-type (float32 for bfloat16) and rounds once at the end.
+Cotangents have the dtype of the value they belong to. A rule of more than one rounding step computes in the
+compute type (float32 for bfloat16) and rounds once at the end.
 """
 
 from __future__ import annotations
@@ -73,11 +73,17 @@ def _one_rounding(expr: Expr) -> bool:
     return sum(isinstance(e, Prim) and e.name not in EXACT for e in walk(expr)) <= 1
 
 
-def apply(emit: Emit, expr: Expr, operands: Sequence[Operand], like: TensorType, rank_type: TensorType) -> Val:
-    """Compute a cotangent expression for an operand of type `like`; `rank_type` is the type of the result of the node."""
+def apply(
+    emit: Emit, expr: Expr, operands: Sequence[Operand], like: TensorType, rank_type: TensorType
+) -> Val:
+    """Compute a cotangent expression for an operand of type `like`; `rank_type` is the type of the result of
+    the node.
+    """
     used = {e.index for e in walk(expr) if isinstance(e, Arg)}
     floating = {
-        v.type.dtype for i, v in enumerate(operands) if i in used and isinstance(v, Val) and v.type.dtype.is_floating
+        v.type.dtype
+        for i, v in enumerate(operands)
+        if i in used and isinstance(v, Val) and v.type.dtype.is_floating
     }
     direct = floating == {like.dtype} and like.shape == rank_type.shape and _one_rounding(expr)
     dtype = like.dtype if direct else rank_type.dtype.compute
@@ -91,10 +97,14 @@ def apply(emit: Emit, expr: Expr, operands: Sequence[Operand], like: TensorType,
 
 
 Derivatives = Callable[[Attrs], Sequence[Expr | None]]
-"""Derivative per operand, over Arg(0..n-1) for the operands and Arg(n) for the result; None: from the body."""
+"""Derivative per operand, over Arg(0..n-1) for the operands and Arg(n) for the result; None: from the
+body.
+"""
 
 
-def pointwise_vjp(body: Callable[[Attrs], Expr], arity: int, derivatives: Derivatives | None = None) -> VjpRule:
+def pointwise_vjp(
+    body: Callable[[Attrs], Expr], arity: int, derivatives: Derivatives | None = None
+) -> VjpRule:
     """Gradient rule of an element-by-element operator from its body, or from derivatives given by hand."""
 
     def rule(

@@ -120,7 +120,9 @@ def _cases(rows: Sequence[tuple[tuple[int, ...], Attrs]]) -> tuple[Sample, ...]:
     return (*out, Sample((TensorType.of("bfloat16", rows[0][0]),), rows[0][1]))
 
 
-def _primitive(name: str, infer: Any, vjp: Any, resolve: Any, param: Attr, reference: Any, rows: Any) -> OpDef:
+def _primitive(
+    name: str, infer: Any, vjp: Any, resolve: Any, param: Attr, reference: Any, rows: Any
+) -> OpDef:
     return OpDef(
         name=name, infer=infer, reference=reference, vjp=vjp, lowering=Movement(name), samples=_cases(rows),
         arity=(1, 1), params=(param,), cost=_no_cost, resolve=resolve, doc=f"torch.Tensor.{name}",

@@ -1,4 +1,6 @@
-"""Normalisations: softmax along one axis, layer and RMS norm over trailing axes. Composites, float32 inside."""
+"""Normalisations: softmax along one axis, layer and RMS norm over trailing axes. Composites, float32
+inside.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def _infer_norm(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     parts = [x.shape[x.rank - len(shape) :], *(tensor(o, i).shape for i, o in enumerate(operands) if i)]
     for part in parts:
         if len(part) != len(shape):
-            raise EsperError("E0204", "weight and bias have the normalized shape", hint=f"{len(shape)} dimensions")
+            raise EsperError(
+                "E0204", "weight and bias have the normalized shape", hint=f"{len(shape)} dimensions"
+            )
         for have, want in zip(part, shape, strict=True):
             same(have, want, "trailing sizes, weight and bias equal normalized_shape", part, shape)
     return (x,)

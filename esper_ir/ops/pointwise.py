@@ -12,13 +12,15 @@ from esper_ir.opdef import Attr, Attrs, NotDifferentiable, Number, OpDef, Pointw
 from esper_ir.ops.gradients import Derivatives, pointwise_vjp, to
 from esper_ir.ops.rules import call, elementwise, pointwise_cost, tensor, torch_dtype
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, prim, walk
-from esper_ir.types import DType, TensorType
+from esper_ir.types import TensorType
 
 X = Arg(0)
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (), (1,), (2, 1, 33), (0, 3))
 
 
-def samples(low: float, high: float, attrs: Attrs | None = None, dtypes: Sequence[str] = ()) -> tuple[Sample, ...]:
+def samples(
+    low: float, high: float, attrs: Attrs | None = None, dtypes: Sequence[str] = ()
+) -> tuple[Sample, ...]:
     """One case per shape in float32, and the first shape in the other dtypes."""
     kinds = [("float32", s) for s in SHAPES] + [(d, SHAPES[0]) for d in dtypes]
     return tuple(Sample((TensorType.of(d, s),), dict(attrs or {}), low, high) for d, s in kinds)
@@ -41,13 +43,15 @@ def unary(
     tolerance: Tolerance | None = None,
     doc: str = "",
 ) -> OpDef:
-    """A record of one operand; without `body` it is the scalar primitive of the same name. The derivative then uses the
-    result where that is shorter, as torch does. `flat`: the reason why there is no gradient.
+    """A record of one operand; without `body` it is the scalar primitive of the same name. The derivative
+    then uses the result where that is shorter, as torch does. `flat`: the reason why there is no gradient.
     """
     made: Callable[[Attrs], Expr] = body or (lambda attrs: prim(name, X))
     if body is None and derivatives is None and name in UNARY:
         derivatives = lambda attrs: (UNARY[name](X, Arg(1)),)  # noqa: E731
-    weight = sum(isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(cases[0]))))
+    weight = sum(
+        isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(cases[0])))
+    )
     return OpDef(
         name=name,
         infer=elementwise(out, accepts),

@@ -8,7 +8,18 @@ from typing import Any
 
 from esper_ir.lazy import torch
 from esper_ir.opdef import (
-    Attr, Attrs, Composite, Emit, Lowering, Number, OpDef, Operand, Reduction, Sample, Tolerance, Val,
+    Attr,
+    Attrs,
+    Composite,
+    Emit,
+    Lowering,
+    Number,
+    OpDef,
+    Operand,
+    Reduction,
+    Sample,
+    Tolerance,
+    Val,
 )  # fmt: skip
 from esper_ir.ops.gradients import broadcast_to, restore, to, up
 from esper_ir.ops.rules import accept, numel, reduced, resolve_dims, tensor
@@ -26,7 +37,9 @@ def only(inputs: Sequence[Operand]) -> Val:
 
 
 def count(emit: Emit, x: TensorType, dims: Sequence[int], dtype: DType, less: float = 0) -> Operand:
-    """Number of elements that a reduction takes, minus `less`: a number, or a value when the size is symbolic."""
+    """Number of elements that a reduction takes, minus `less`: a number, or a value when the size is
+    symbolic.
+    """
     size = numel([x.shape[d] for d in dims])
     if size.static is not None:
         return max(float(size.static) - less, 0.0)
@@ -93,7 +106,9 @@ def _vjp_extremum(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: AN
 
 
 def _vjp_prod(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
-    """Product of the others: of all divided by the element, or of the rest where the element is the only zero."""
+    """Product of the others: of all divided by the element, or of the rest where the element is the only
+    zero.
+    """
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
@@ -159,7 +174,9 @@ def _expand_std(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence
 
 
 def _vjp_spread(root: bool) -> Any:
-    """d var = 2 (x - mean) / (n - correction); d std = (x - mean) / ((n - correction) std), 0 where std is 0."""
+    """d var = 2 (x - mean) / (n - correction); d std = (x - mean) / ((n - correction) std), 0 where std is
+    0.
+    """
 
     def rule(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
         g, x = cotangents[0], only(inputs)

@@ -65,8 +65,8 @@ def category(dtype: DType) -> int:
 
 
 def result_type(operands: Sequence[TensorType | Number]) -> DType:
-    """torch.result_type: tensors with dimensions first, then those without, then numbers; a later group counts only
-    when its category (bool < integer < floating) is higher.
+    """torch.result_type: tensors with dimensions first, then those without, then numbers; a later group
+    counts only when its category (bool < integer < floating) is higher.
     """
     groups: list[DType | None] = [None, None, None]
     for operand in operands:
@@ -90,13 +90,17 @@ def accept(operands: Sequence[TensorType | Number], what: str) -> None:
     """E0205 unless every tensor is of the category: any, number (no bool), float."""
     for operand in operands:
         if isinstance(operand, TensorType) and category(operand.dtype) < CATEGORY[what]:
-            raise EsperError("E0205", f"{operand} is not accepted", hint=f"the operand must be a {what} tensor")
+            raise EsperError(
+                "E0205", f"{operand} is not accepted", hint=f"the operand must be a {what} tensor"
+            )
 
 
 def tensor(operand: TensorType | Number, position: int = 0) -> TensorType:
     """E0208 when the operand is a Python number."""
     if not isinstance(operand, TensorType):
-        raise EsperError("E0208", f"operand {position} is the number {operand!r}", hint="a tensor is needed here")
+        raise EsperError(
+            "E0208", f"operand {position} is the number {operand!r}", hint="a tensor is needed here"
+        )
     return operand
 
 
@@ -106,7 +110,9 @@ def elementwise(out: str, accepts: str) -> InferRule:
     def infer(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
         shapes = [o.shape for o in operands if isinstance(o, TensorType)]
         if not shapes:
-            raise EsperError("E0208", "all operands are numbers", hint="at least one operand must be a tensor")
+            raise EsperError(
+                "E0208", "all operands are numbers", hint="at least one operand must be a tensor"
+            )
         accept(operands, accepts)
         dtype = DType.bool if out == "bool" else result_type(operands)
         return (TensorType(as_float(dtype) if out == "float" else dtype, broadcast(shapes)),)
@@ -118,7 +124,9 @@ def axis(value: int, rank: int) -> int:
     """An axis counted from the front; E0207 when it is out of range."""
     size = max(rank, 1)
     if not -size <= value < size:
-        raise EsperError("E0207", f"axis {value} of a tensor of rank {rank}", hint=f"from {-size} to {size - 1}")
+        raise EsperError(
+            "E0207", f"axis {value} of a tensor of rank {rank}", hint=f"from {-size} to {size - 1}"
+        )
     return value % size
 
 
@@ -158,8 +166,9 @@ def torch_dtype(dtype: DType) -> Any:
 
 
 def lift(inputs: Sequence[Any]) -> list[Any]:
-    """Numbers as tensors without dimensions that promote as weakly as the numbers did, for torch calls that take
-    tensors only. Floating ones stay float64 (arithmetic kernels read them unrounded) unless all tensors lack dimensions.
+    """Numbers as tensors without dimensions that promote as weakly as the numbers did, for torch calls that
+    take tensors only. Floating ones stay float64 (arithmetic kernels read them unrounded) unless all tensors
+    lack dimensions.
     """
     like = next((t for t in inputs if isinstance(t, torch.Tensor) and t.dim()), None)
     plain = next((t for t in inputs if isinstance(t, torch.Tensor)), None)

@@ -1,4 +1,6 @@
-"""Tests generated from the operator records: type, gradient, text, expansion and scalar body of every sample."""
+"""Tests generated from the operator records: type, gradient, text, expansion and scalar body of every
+sample.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_gradient_is_that_of_autograd(op: OpDef, sample: Sample) -> None:
         torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", [o for o in OPS.values() if isinstance(o.lowering, Composite)], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "op", [o for o in OPS.values() if isinstance(o.lowering, Composite)], ids=lambda o: o.name
+)
 def test_expansion_means_the_same(op: OpDef) -> None:
     for sample in op.samples:
         graph = graph_of(op, sample)
@@ -73,12 +77,18 @@ def test_expansion_means_the_same(op: OpDef) -> None:
         assert not any(isinstance(OPS[n.op].lowering, Composite) for n in flat)
         assert flat.outputs == graph.outputs and flat.types["y"] == graph.types["y"]
         values = values_of(graph, sample)
-        close(evaluate(flat, values)["y"], evaluate(graph, values)["y"], 64 if graph.inputs["a0"].dtype.is_floating else 0)
+        close(
+            evaluate(flat, values)["y"],
+            evaluate(graph, values)["y"],
+            64 if graph.inputs["a0"].dtype.is_floating else 0,
+        )
         wide = [evaluate(g, values, precision="float64")["y"] for g in (flat, graph)]
         torch.testing.assert_close(*wide, rtol=1e-11, atol=1e-11, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", [o for o in OPS.values() if isinstance(o.lowering, Pointwise)], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "op", [o for o in OPS.values() if isinstance(o.lowering, Pointwise)], ids=lambda o: o.name
+)
 def test_body_means_the_same(op: OpDef) -> None:
     assert isinstance(op.lowering, Pointwise)
     for sample in op.samples:
@@ -86,12 +96,19 @@ def test_body_means_the_same(op: OpDef) -> None:
         (node,) = graph.nodes
         values = values_of(graph, sample)
         operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
-        compute = compute_dtype([graph.types[r] if isinstance(r, str) else r for r in node.inputs], node.types)
+        compute = compute_dtype(
+            [graph.types[r] if isinstance(r, str) else r for r in node.inputs], node.types
+        )
         expr = op.lowering.body(dict(node.attrs))
         got = run_body(expr, operands, None if op.name == "cast" else compute)
         want = evaluate(graph, values)["y"]
         got = got.to(want.dtype).expand(want.shape)
-        close(got, want, (4 if want.dtype in (torch.float32, torch.float64) else 1) * op.tolerance.factor, max(1.0, sample.high))
+        close(
+            got,
+            want,
+            (4 if want.dtype in (torch.float32, torch.float64) else 1) * op.tolerance.factor,
+            max(1.0, sample.high),
+        )
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda o: o.name)

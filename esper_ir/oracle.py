@@ -1,0 +1,385 @@
+"""Numeric bounds and the input battery: one judge for tuning, proving and tests.
+
+A result is right when its error against float64 is no larger than what eager torch makes itself (times a
+small factor), and when no single element is further off than its own bound. There is no flat tolerance
+anywhere: every bound follows the magnitude of the values, the length of accumulations and the unit roundoff
+of the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_ir.expand import expand
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Contraction, Reduction
+from esper_ir.registry import lookup
+from esper_ir.types import DimSpec, DType, TensorType
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Numbers of the rule for one dtype of the result.
+
+    `roundoff`: unit roundoff u (half the spacing of numbers near 1). `rmse`: m of "RMSE <= m x eager's RMSE".
+    `floor`: where eager is exact, an RMSE of floor x u x rms(value) is accepted. `element`: factor on eager's
+    largest error in the same row, for one element. `tiny`: spacing of the subnormal numbers.
+    """
+
+    roundoff: float
+    rmse: float
+    floor: float
+    element: float
+    tiny: float
+
+
+BOUNDS: Mapping[DType, Bounds] = {
+    DType.float64: Bounds(2.0**-53, 2.0, 4.0, 4.0, 2.0**-1074),
+    DType.float32: Bounds(2.0**-24, 2.0, 4.0, 4.0, 2.0**-149),
+    DType.bfloat16: Bounds(2.0**-8, 3.0, 1.0, 4.0, 2.0**-133),
+    DType.float16: Bounds(2.0**-11, 3.0, 1.0, 4.0, 2.0**-24),
+}
+"""m is 2 for float32 and 3 for the short types: the factors of torch's own accuracy check
+(torch._dynamo.utils.same).
+"""
+
+SPREAD = 4.0
+"""Errors of an accumulation of length K grow as sqrt(K) u; an element may be SPREAD deviations off."""
+SHORT_ROW = 16
+"""Rows shorter than this do not show eager's spread: the whole tensor is taken."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`rmse_ratio`: own RMSE over eager's (0 when both are exact, inf when only eager is). `worst_margin`:
+    largest error in units of its bound (passes up to 1), at index `where`. `reason`: one sentence when it did
+    not pass.
+    """
+
+    passed: bool
+    rmse_ratio: float
+    worst_margin: float
+    where: tuple[int, ...] | None
+    reason: str = ""
+
+
+def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Tensor:
+    """Largest error allowed per element (float64, shape of `fp64`, finite values only make sense).
+
+    u |y|: the rounding of the result. element x (largest eager error of the row): what the roundings inside
+    the block do on these values. SPREAD sqrt(K) u_compute max(|y|, rms): another order of summation. After
+    Higham, Accuracy and Stability of Numerical Algorithms, ch. 3, with the probabilistic sqrt(K).
+    """
+    bounds, inner = BOUNDS[dtype], BOUNDS[dtype.compute]
+    size = fp64.abs()
+    error = torch.nan_to_num((eager.double() - fp64).abs(), nan=0.0, posinf=0.0, neginf=0.0)
+    whole = error.numel() == 0 or error.ndim < 1 or error.shape[-1] < SHORT_ROW
+    row = (error.max() if error.numel() else error.sum()) if whole else error.amax(-1, keepdim=True)
+    rms = _rms(fp64)
+    spread = SPREAD * math.sqrt(max(accumulation, 1)) * inner.roundoff
+    return bounds.roundoff * size + bounds.element * row + spread * size.clamp(min=rms) + 2 * bounds.tiny
+
+
+def _rms(values: Tensor) -> float:
+    """Root mean square of the finite values, scaled so that squares neither overflow nor vanish."""
+    finite = values[torch.isfinite(values)].double()
+    top = float(finite.abs().max()) if finite.numel() else 0.0
+    return top * float((finite / top).square().mean().sqrt()) if top else 0.0
+
+
+def classes(values: Tensor) -> Tensor:
+    """0 finite, 1 +inf, 2 -inf, 3 NaN, per element."""
+    kinds = torch.isposinf(values).to(torch.int8) + 2 * torch.isneginf(values).to(torch.int8)
+    return kinds + 3 * torch.isnan(values).to(torch.int8)
+
+
+def _index(mask_or_value: Tensor) -> tuple[int, ...]:
+    at = int(mask_or_value.reshape(-1).to(torch.float64).argmax())
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mask_or_value.shape))
+
+
+def _failed(reason: str, where: tuple[int, ...] | None = None) -> Comparison:
+    return Comparison(False, math.inf, math.inf, where, reason)
+
+
+def _exact(result: Tensor, wanted: Tensor) -> Comparison:
+    wrong = result != wanted.to(result.dtype)
+    if not bool(wrong.any()):
+        return Comparison(True, 0.0, 0.0, None)
+    at = _index(wrong)
+    return _failed(f"{int(wrong.sum())} of {wrong.numel()} elements differ; first at {list(at)}", at)
+
+
+def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Comparison:
+    """Judge a result of dtype `dtype` against the float64 meaning and eager torch's result on the same
+    values.
+
+    inf and NaN stand where the float64 value, rounded to the dtype, has them (where eager disagrees with
+    that, at the edge of overflow, either is right). Then RMSE <= m x eager's, and every element within
+    `element_bound`. Integer and bool results are equal. `accumulation`: `accumulation_length` of the graph.
+    Tensors may lie on any one device.
+    """
+    if result.shape != fp64.shape or result.dtype != getattr(torch, dtype.value):
+        found = f"{str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
+        return _failed(f"the result is {found} instead of {dtype.value}{list(fp64.shape)}")
+    if not dtype.is_floating:
+        return _exact(result, fp64)
+    kind, meant, plain = classes(result), classes(fp64.to(result.dtype)), classes(eager)
+    wrong = (kind != meant) & ((meant == plain) | (kind != plain))
+    if bool(wrong.any()):
+        at = _index(wrong)
+        return _failed(
+            f"{int(wrong.sum())} elements are inf or NaN on one side only; first at {list(at)}", at
+        )
+    finite = (kind == 0) & (meant == 0) & (plain == 0)
+    return _judge(*(torch.where(finite, t.double(), 0.0) for t in (result, fp64, eager)), accumulation, dtype)
+
+
+def _judge(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Comparison:
+    bounds = BOUNDS[dtype]
+    if not result.numel():
+        return Comparison(True, 0.0, 0.0, None)
+    error = (result - fp64).abs()
+    own, theirs = _rms(error), _rms(eager - fp64)
+    allowed = max(bounds.rmse * theirs, bounds.floor * bounds.roundoff * _rms(fp64), 2 * bounds.tiny)
+    margin = error / element_bound(fp64, eager, accumulation, dtype)
+    at, worst = _index(margin), float(margin.max())
+    ratio = own / theirs if theirs else (math.inf if own else 0.0)
+    reason = ""
+    if own > allowed:
+        reason = f"RMSE {own:.3e} against float64, eager {theirs:.3e}, allowed {allowed:.3e}"
+    elif worst > 1.0:
+        off = float(error[at])
+        reason = f"element {list(at)} is off by {off:.3e}, {worst:.2f} x its bound ({float(result[at])!r})"
+    return Comparison(not reason, ratio, worst, at, reason)
+
+
+def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """Largest number of roundings in the compute type on a way from an input to an output: the sum over its
+    reductions and contractions of the elements they add up, and one for every other operator.
+    """
+    flat = expand(graph)
+    depth: dict[str, int] = {}
+    for node in flat.nodes:
+        before = max((depth.get(r, 0) for r in node.tensors), default=0)
+        own = _terms(flat, node, sizes)
+        depth.update((name, before + own) for name in node.outputs)
+    return max((depth.get(name, 0) for name in flat.outputs), default=0)
+
+
+def _terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
+    lowering = lookup(node.op).lowering
+    first = graph.types.get(node.tensors[0]) if node.tensors else None
+    if isinstance(lowering, Reduction) and first is not None and lowering.combine in ("sum", "prod"):
+        return max(1, math.prod(first.shape[d].value(sizes) for d in node.attr("dims")))
+    if isinstance(lowering, Contraction) and first is not None:
+        return max(1, first.shape[-1].value(sizes))
+    return 1
+
+
+# ---- The battery
+# -----------------------------------------------------------------------------------------------
+
+Draw = Callable[[Sequence[int], DType, torch.Generator], Tensor]
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device=generator.device)
+
+
+def _cancelling(shape: Sequence[int], dtype: DType, generator: torch.Generator) -> Tensor:
+    """Neighbours along the last axis nearly cancel."""
+    value = 1.0 + _normal(shape, generator) / 64.0
+    if value.ndim:
+        value[..., 1::2] *= -1.0
+    return value
+
+
+def _ties(shape: Sequence[int], dtype: DType, generator: torch.Generator) -> Tensor:
+    return torch.randint(-2, 3, tuple(shape), generator=generator, device=generator.device).float() / 2.0
+
+
+def _special(shape: Sequence[int], dtype: DType, generator: torch.Generator) -> Tensor:
+    """Normal values with one NaN and both infinities at random places."""
+    value = _normal(shape, generator)
+    flat = value.view(-1)
+    if flat.numel():
+        places = torch.randint(0, flat.numel(), (3,), generator=generator, device=generator.device)
+        flat[places] = torch.tensor([math.inf, -math.inf, math.nan], device=flat.device)
+    return value
+
+
+def _denormal(shape: Sequence[int], dtype: DType, generator: torch.Generator) -> Tensor:
+    scale = 2.0**-16 if dtype is DType.float16 else 2.0**-128
+    return _normal(shape, generator) * scale
+
+
+DRAWS: Mapping[str, Draw] = {
+    "normal": lambda s, d, g: _normal(s, g),
+    "x10": lambda s, d, g: _normal(s, g) * 10.0,
+    "x0.1": lambda s, d, g: _normal(s, g) * 0.1,
+    "shifted": lambda s, d, g: _normal(s, g) + 5.0,
+    "cancelling": _cancelling,
+    "ties": _ties,
+    "denormal": _denormal,
+    "special": _special,
+}
+"""How values are drawn, by name."""
+
+
+def draw(name: str, kind: TensorType, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+    """A dense tensor of the type, on the generator's device. Integers are -4..4 (0..4 unsigned) whatever the
+    name.
+    """
+    shape = tuple(d.value(sizes) for d in kind.shape)
+    dtype = getattr(torch, kind.dtype.value)
+    if kind.dtype is DType.bool:
+        return torch.randint(0, 2, shape, generator=generator, device=generator.device).to(dtype)
+    if not kind.dtype.is_floating:
+        low = 0 if kind.dtype is DType.uint8 else -4
+        return torch.randint(low, 5, shape, generator=generator, device=generator.device).to(dtype)
+    return DRAWS[name](shape, kind.dtype, generator).to(dtype)
+
+
+def _at_offset(tensor: Tensor, elements: int) -> Tensor:
+    storage = torch.empty(tensor.numel() + elements, dtype=tensor.dtype, device=tensor.device)
+    out = storage[elements:].view(tensor.shape)
+    return out.copy_(tensor)
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Every second element of a buffer twice as wide."""
+    if not tensor.ndim:
+        return _at_offset(tensor, 1)
+    wide = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
+    return wide[..., ::2].copy_(tensor)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.ndim > 1 else _strided(tensor)
+
+
+def _expanded(tensor: Tensor) -> Tensor:
+    """The first slice in the place of all, with stride 0 (other values than before)."""
+    return tensor[:1].contiguous().expand(tensor.shape) if tensor.ndim and tensor.shape[0] else tensor
+
+
+LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda t: t.contiguous(),
+    "strided": _strided,
+    "transposed": _transposed,
+    "offset": lambda t: _at_offset(t, 64),
+    "misaligned": lambda t: _at_offset(t, 1),
+    "expanded": _expanded,
+}
+"""How a tensor lies in memory, by name. All but "expanded" keep its values."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe: sizes of the dims, how values are drawn and how they lie in memory; tensors are made when
+    asked for.
+    """
+
+    name: str
+    sizes: Mapping[str, int]
+    draw: str
+    layout: str
+    seed: int
+    types: Mapping[str, TensorType] = field(repr=False)
+
+    def values(self, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+        """A tensor per input of the graph; the same seed gives the same values on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        how = {n: self.draw if self.draw != "special" or n in self._special else "normal" for n in self.types}
+        made = {n: draw(how[n], t, self.sizes, generator).to(device) for n, t in self.types.items()}
+        return {n: LAYOUTS[self.layout](t) for n, t in made.items()}
+
+    @property
+    def _special(self) -> set[str]:
+        """Inputs that get inf and NaN: those with a symbolic dim, so that some rows stay finite; else the
+        first.
+        """
+        return {n for n, t in self.types.items() if any(d.symbols() for d in t.shape)} or set(
+            list(self.types)[:1]
+        )
+
+
+def fit(size: int, spec: DimSpec) -> int:
+    """The nearest size that the dim allows."""
+    step = spec.multiple_of
+    low, high = -(-spec.min // step) * step, spec.max // step * step
+    return min(max(round(size / step) * step, low), high)
+
+
+def largest(graph: Graph, name: str, sizes: Mapping[str, int], byte_budget: int) -> int:
+    """Largest allowed size of one dim for which no value of the graph has more than `byte_budget` bytes."""
+    spec = graph.dims[name]
+
+    def fits(size: int) -> bool:
+        bound = {**sizes, name: fit(size, spec)}
+        return all(t.nbytes.value(bound) <= byte_budget for t in graph.types.values())
+
+    low, high = spec.min, spec.max
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return (
+        spec.max if fits(spec.max) else max(fit(low, spec) - (0 if fits(low) else spec.multiple_of), spec.min)
+    )
+
+
+BASE, BLOCK, PRIMES = 48, 128, (251, 1021)
+
+
+def size_cases(
+    graph: Graph, dims: Mapping[str, DimSpec], byte_budget: int
+) -> list[tuple[str, dict[str, int]]]:
+    """(name, sizes): one dim at a time at 1, around a block, at primes, at the ends of its range; the rest at
+    48.
+    """
+    base = {n: fit(BASE, s) for n, s in dims.items()}
+    out: list[tuple[str, dict[str, int]]] = []
+    for name, spec in dims.items():
+        top = largest(graph, name, base, byte_budget)
+        wanted = (spec.min, 1, BLOCK - 1, BLOCK, BLOCK + 1, *PRIMES, top)
+        found = dict.fromkeys(min(fit(size, spec), top) for size in wanted)
+        out += [(f"{name}={size}", {**base, name: size}) for size in found if size != base[name]]
+    return out
+
+
+def battery(
+    graph: Graph, dims: Mapping[str, DimSpec], seed: int, *, byte_budget: int = 1 << 24
+) -> list[Case]:
+    """The cases that every artifact has to pass: each way to draw, each size, each layout, one at a time.
+
+    `byte_budget` bounds the largest value of a case. The seed of a case follows from `seed` and its place.
+    """
+    base = {n: fit(BASE, s) for n, s in dims.items()}
+    rows: list[tuple[str, Mapping[str, int], str, str]] = [(f"draw {d}", base, d, "dense") for d in DRAWS]
+    rows += [(f"size {n}", sizes, "normal", "dense") for n, sizes in size_cases(graph, dims, byte_budget)]
+    rows += [(f"layout {n}", base, "normal", n) for n in LAYOUTS if n != "dense"]
+    return [Case(n, s, d, lay, seed * 1_000_003 + i, graph.inputs) for i, (n, s, d, lay) in enumerate(rows)]
+
+
+def impostors(fp64: Tensor, inputs: Sequence[Tensor], dtype: DType) -> dict[str, Any]:
+    """Results that a sound oracle refuses: nothing written, zeros, a constant, a copy of an input, a rolled
+    answer.
+
+    Those that happen to equal the right answer after rounding are left out.
+    """
+    right = fp64.to(getattr(torch, dtype.value))
+    found = {
+        "poison": torch.full_like(right, math.nan if dtype.is_floating else 1),
+        "zeros": torch.zeros_like(right),
+        "constant": torch.full_like(right, float(right.float().mean()) if right.numel() else 0.0),
+        "rolled": right.flatten().roll(1).view(right.shape),
+        **{f"input {i}": t.to(right.dtype) for i, t in enumerate(inputs) if t.shape == right.shape},
+    }
+    return {name: t for name, t in found.items() if not torch.equal(t, right)}
