@@ -192,6 +192,14 @@ class Blobs:
             return False
         return True
 
+    def size(self, digest: str) -> int:
+        """Bytes of an object as stored, 0 when it is absent."""
+        try:
+            name = f"{digest[:2]}/{digest[2:]}"
+            return os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size
+        except OSError:
+            return 0
+
     def remove(self, digest: str) -> int:
         """Unlink an object; bytes freed, 0 when it was gone already. The caller holds the transaction that
         decided."""

@@ -58,7 +58,7 @@ def _make(home: Path) -> None:
         )
     for name in DIRECTORIES:
         make_private(home / name)
-    _reserve(home)
+    make_reserve(home)
     index = Index(home, readonly=False)
     try:
         with index.write():
@@ -74,7 +74,7 @@ def _make(home: Path) -> None:
     )
 
 
-def _reserve(home: Path) -> None:
+def make_reserve(home: Path) -> None:
     """Space that collection gives back first, so that it can work on a full disk."""
     try:
         fd = os.open(home / RESERVE, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

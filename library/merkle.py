@@ -73,14 +73,52 @@ def root_of(leaves: Sequence[bytes]) -> bytes:
     return frontier.root()
 
 
-def inclusion_proof(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """Audit path of leaf `index` (section 2.1.3.1), lowest sibling first."""
-    if len(leaves) == 1:
-        return []
-    k = _split(len(leaves))
-    if index < k:
-        return [*inclusion_proof(leaves[:k], index), root_of(leaves[k:])]
-    return [*inclusion_proof(leaves[k:], index - k), root_of(leaves[:k])]
+class Tree:
+    """All leaf hashes of a log, with the perfect subtrees computed once, for many proofs."""
+
+    def __init__(self, leaves: Sequence[bytes]) -> None:
+        self._levels: list[list[bytes]] = [list(leaves)]
+        while len(self._levels[-1]) > 1:
+            below = self._levels[-1]
+            self._levels.append([node_hash(below[i], below[i + 1]) for i in range(0, len(below) - 1, 2)])
+
+    def __len__(self) -> int:
+        return len(self._levels[0])
+
+    def head(self, low: int, high: int) -> bytes:
+        """Tree head over leaves low to high - 1, where `low` is a multiple of the next power of two."""
+        size = high - low
+        if size & (size - 1) == 0:
+            level = size.bit_length() - 1
+            return self._levels[level][low >> level]
+        middle = low + _split(size)
+        return node_hash(self.head(low, middle), self.head(middle, high))
+
+    def inclusion(self, index: int, size: int) -> list[bytes]:
+        """Audit path of leaf `index` in the tree of the first `size` (section 2.1.3.1), lowest sibling
+        first.
+        """
+        return self._path(index, 0, size)
+
+    def _path(self, index: int, low: int, high: int) -> list[bytes]:
+        if high - low == 1:
+            return []
+        middle = low + _split(high - low)
+        if index < middle:
+            return [*self._path(index, low, middle), self.head(middle, high)]
+        return [*self._path(index, middle, high), self.head(low, middle)]
+
+    def consistency(self, old: int, new: int) -> list[bytes]:
+        """Proof that the tree of `old` leaves is a prefix of that of `new` (section 2.1.4.1)."""
+        return self._subproof(old, 0, new, True) if 0 < old < new else []
+
+    def _subproof(self, old: int, low: int, high: int, whole: bool) -> list[bytes]:
+        if old == high:
+            return [] if whole else [self.head(low, high)]
+        middle = low + _split(high - low)
+        if old <= middle:
+            return [*self._subproof(old, low, middle, whole), self.head(middle, high)]
+        return [*self._subproof(old, middle, high, False), self.head(low, middle)]
 
 
 def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
@@ -99,20 +137,6 @@ def verify_inclusion(leaf: bytes, index: int, size: int, proof: Sequence[bytes],
             head = node_hash(head, sibling)
         fn, sn = fn >> 1, sn >> 1
     return sn == 0 and head == root
-
-
-def consistency_proof(leaves: Sequence[bytes], old: int) -> list[bytes]:
-    """Proof that the tree over the first `old` leaves is a prefix of this one (section 2.1.4.1)."""
-    return _subproof(leaves, old, True) if 0 < old < len(leaves) else []
-
-
-def _subproof(leaves: Sequence[bytes], old: int, whole: bool) -> list[bytes]:
-    if old == len(leaves):
-        return [] if whole else [root_of(leaves)]
-    k = _split(len(leaves))
-    if old <= k:
-        return [*_subproof(leaves[:k], old, whole), root_of(leaves[k:])]
-    return [*_subproof(leaves[k:], old - k, False), root_of(leaves[:k])]
 
 
 def verify_consistency(old: int, new: int, old_root: bytes, new_root: bytes, proof: Sequence[bytes]) -> bool:

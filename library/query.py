@@ -7,13 +7,11 @@ rank order.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from library.contracts import KernelMatch, KernelQuery, KernelQueryResult, Refusal
@@ -23,13 +21,28 @@ from library.records import VALIDATED, ArtifactRecord
 
 UNRANKED = 1e12
 _SHOWN = 100
-_FACTS = """f.rank, f.risk_rank, f.artifact, a.id, a.blueprint, f.latency_ms, f.memory_mb, f.risk,
-    f.conf_level, f.interest, f.shapes"""
-_FROM = "FROM facts f JOIN artifacts a ON a.num = f.artifact"
-_BY_SET = f"""SELECT {_FACTS} {_FROM} WHERE f.tagset = ?1 AND f.rank <= ?2
-    AND (?3 IS NULL OR f.memory_mb <= ?3) AND f.risk_rank <= ?4
-    ORDER BY f.rank, f.risk_rank, f.artifact LIMIT ?5"""
-_BY_BLUEPRINT = f"""SELECT f.tagset, {_FACTS} {_FROM} WHERE a.blueprint = ?1"""
+_FEW = 2000
+_FACTS = (
+    """f.artifact, a.id, a.blueprint, f.latency_ms, f.memory_mb, f.risk, f.conf_level, f.interest, f.shapes"""
+)
+_FITS = """f.rank <= ?2 AND (?3 IS NULL OR f.memory_mb <= ?3) AND f.risk_rank <= ?4
+    AND f.tagset IN (SELECT value FROM json_each(?1)) ORDER BY f.rank, f.risk_rank, f.artifact LIMIT ?5"""
+# The same answer by four ways; the one that has to look at the fewest rows is taken.
+_WAYS = {
+    index: f"SELECT f.artifact FROM facts f INDEXED BY {index} WHERE {_FITS}"
+    for index in ("facts_rank", "facts_set", "facts_memory", "facts_risk")
+}
+# The planner uses the index for a plain bound only; this way is taken only when there is one.
+_WAYS["facts_memory"] = _WAYS["facts_memory"].replace(
+    "(?3 IS NULL OR f.memory_mb <= ?3)", "f.memory_mb <= ?3"
+)
+_DETAILS = f"""SELECT f.tagset, {_FACTS} FROM json_each(?1) j JOIN facts f ON f.artifact = j.value
+    JOIN artifacts a ON a.num = f.artifact ORDER BY j.key"""
+_BY_BLUEPRINT = f"""SELECT f.tagset, {_FACTS} FROM artifacts a JOIN facts f ON f.artifact = a.num
+    WHERE a.blueprint = ?1"""
+_COUNT_MEMORY = "SELECT count(*) FROM (SELECT 1 FROM facts WHERE memory_mb <= ?1 LIMIT ?2)"
+_COUNT_RISK = "SELECT count(*) FROM (SELECT 1 FROM facts WHERE risk_rank <= ?1 LIMIT ?2)"
+_COUNT_SETS = "SELECT total(t.size) FROM json_each(?1) j JOIN tagsets t ON t.num = j.value"
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,6 @@ class _TagSet:
     arch: str
     target: str
     tags: frozenset[str]
-    preferred: int
 
 
 def check_query(query: KernelQuery) -> None:
@@ -54,89 +66,107 @@ def check_query(query: KernelQuery) -> None:
         raise fail("E0720", f"tags both required and excluded: {', '.join(sorted(both))}")
 
 
-def find(index: Index, query: KernelQuery, *, explain: bool = False) -> KernelQueryResult:
-    """Ranked answers; under 5 ms with 100,000 artifacts, longer with `explain`, which looks at every
-    artifact."""
-    check_query(query)
-    matches = _by_blueprint(index, query) if query.blueprint_id else _by_sets(index, query)
-    if not explain:
-        return KernelQueryResult(tuple(matches))
-    chosen = {match.artifact_id for match in matches}
-    refused: list[Refusal] = []
-    reasons: Counter[str] = Counter()
-    for artifact_id, reason in _refusals(index, query, chosen):
-        reasons[reason.split(":")[0]] += 1
-        if len(refused) < _SHOWN:
-            refused.append(Refusal(artifact_id, reason))
-    return KernelQueryResult(tuple(matches), tuple(refused), dict(reasons))
+class Finder:
+    """find() over one database. Keeps the tag sets it has read: their rows never change, only more are
+    added.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self._sets: dict[int, _TagSet] = {}
+
+    def find(self, query: KernelQuery, *, explain: bool = False) -> KernelQueryResult:
+        """Ranked answers; under 5 ms with 100,000 artifacts, longer with `explain`, which looks at each
+        one.
+        """
+        check_query(query)
+        with self.index.lock:
+            matches = self._of_blueprint(query) if query.blueprint_id else self._of_sets(query)
+        if not explain:
+            return KernelQueryResult(tuple(matches))
+        chosen = {match.artifact_id for match in matches}
+        refused: list[Refusal] = []
+        reasons: Counter[str] = Counter()
+        for artifact_id, reason in _refusals(self.index, query, chosen):
+            reasons[reason.split(":")[0]] += 1
+            if len(refused) < _SHOWN:
+                refused.append(Refusal(artifact_id, reason))
+        return KernelQueryResult(tuple(matches), tuple(refused), dict(reasons))
+
+    def _groups(self, query: KernelQuery) -> list[list[int]]:
+        """Tag sets that fit, grouped by how many preferred tags they have, most first."""
+        text = "SELECT num, arch, target, tags FROM tagsets WHERE num > ?"
+        for num, arch, target, tags in self.index.rows(text, (max(self._sets, default=0),)):
+            self._sets[num] = _TagSet(num, arch, target, frozenset(tags.split()))
+        required, excluded = frozenset(query.required_tags), frozenset(query.excluded_tags)
+        preferred, arch = frozenset(query.preferred_tags), query.target_gpu_arch
+        groups: dict[int, list[int]] = {}
+        for num, found in self._sets.items():
+            if arch is not None and arch not in (found.arch, found.target):
+                continue
+            if required <= found.tags and excluded.isdisjoint(found.tags):
+                groups.setdefault(len(preferred & found.tags), []).append(num)
+        return [groups[count] for count in sorted(groups, reverse=True)]
+
+    def _of_sets(self, query: KernelQuery) -> list[KernelMatch]:
+        wanted = query.limit if query.shape is None else max(500, query.limit)
+        latency = UNRANKED if query.max_latency_ms is None or query.shape else query.max_latency_ms
+        risk = UNRANKED if query.max_risk is None else query.max_risk
+        matches: list[KernelMatch] = []
+        for group in self._groups(query):
+            sets = json.dumps(group)
+            values = (sets, latency, query.max_memory_mb, risk, wanted)
+            nums = [row[0] for row in self.index.rows(_WAYS[self._way(query, sets)], values)]
+            matches += self._details(query, self.index.rows(_DETAILS, (json.dumps(nums),)))
+            if query.shape is None and len(matches) >= query.limit:
+                break
+        if query.shape is not None:
+            matches.sort(key=_best_first)
+        return matches[: query.limit]
+
+    def _way(self, query: KernelQuery, sets: str) -> str:
+        """The index with few rows to look at, else the one in rank order, which stops at the limit."""
+        costs = {"facts_set": self._count(_COUNT_SETS, (sets,))}
+        if query.max_memory_mb is not None:
+            costs["facts_memory"] = self._count(_COUNT_MEMORY, (query.max_memory_mb, _FEW + 1))
+        if query.max_risk is not None:
+            costs["facts_risk"] = self._count(_COUNT_RISK, (query.max_risk, _FEW + 1))
+        cost, way = min((cost, way) for way, cost in costs.items())
+        return way if cost <= _FEW else "facts_rank"
+
+    def _count(self, text: str, values: tuple[Any, ...]) -> float:
+        row = self.index.row(text, values)
+        return row[0] if row else 0
+
+    def _of_blueprint(self, query: KernelQuery) -> list[KernelMatch]:
+        sets = {num for group in self._groups(query) for num in group}
+        rows = self.index.rows(_BY_BLUEPRINT, (query.blueprint_id,))
+        matches = self._details(query, [row for row in rows if row[0] in sets])
+        return sorted(matches, key=_best_first)[: query.limit]
+
+    def _details(self, query: KernelQuery, rows: Iterable[tuple[Any, ...]]) -> list[KernelMatch]:
+        preferred = frozenset(query.preferred_tags)
+        found = [_match(self._sets[row[0]], row[1:], preferred, query.shape) for row in rows]
+        return [match for match in found if not _too_much(match, query)]
 
 
-def _tag_sets(index: Index, query: KernelQuery) -> list[_TagSet]:
-    arch = query.target_gpu_arch
-    text = "SELECT num, arch, target, tags FROM tagsets WHERE ?1 IS NULL OR arch = ?1 OR target = ?1"
-    found = []
-    for num, set_arch, target, joined in index.rows(text, (arch,)):
-        tags = frozenset(joined.split())
-        if tags.issuperset(query.required_tags) and tags.isdisjoint(query.excluded_tags):
-            preferred = len(tags.intersection(query.preferred_tags))
-            found.append(_TagSet(num, set_arch, target, tags, preferred))
-    return sorted(found, key=lambda s: -s.preferred)
-
-
-def _by_sets(index: Index, query: KernelQuery) -> list[KernelMatch]:
-    bound = UNRANKED if query.max_latency_ms is None or query.shape else query.max_latency_ms
-    wanted = query.limit if query.shape is None else max(500, query.limit)
-    risk = UNRANKED if query.max_risk is None else query.max_risk
-    matches: list[KernelMatch] = []
-    for _, group in groupby(_tag_sets(index, query), key=lambda s: s.preferred):
-        lists = [
-            [(s, row) for row in index.rows(_BY_SET, (s.num, bound, query.max_memory_mb, risk, wanted))]
-            for s in group
-        ]
-        merged = heapq.merge(*lists, key=lambda pair: pair[1][:3])
-        matches += _take(merged, query, wanted)
-        if query.shape is None and len(matches) >= query.limit:
-            break
-    if query.shape is not None:
-        matches.sort(key=lambda m: (-m.preferred_matched, _last(m.latency_ms), _last(m.risk), m.artifact_id))
-    return matches[: query.limit]
-
-
-def _by_blueprint(index: Index, query: KernelQuery) -> list[KernelMatch]:
-    sets = {s.num: s for s in _tag_sets(index, query)}
-    rows = index.rows(_BY_BLUEPRINT, (query.blueprint_id,))
-    pairs = [(sets[row[0]], row[1:]) for row in rows if row[0] in sets]
-    matches = list(_take(pairs, query, len(pairs)))
-    matches.sort(key=lambda m: (-m.preferred_matched, _last(m.latency_ms), _last(m.risk), m.artifact_id))
-    return matches[: query.limit]
+def _best_first(match: KernelMatch) -> tuple[Any, ...]:
+    return -match.preferred_matched, _last(match.latency_ms), _last(match.risk), match.artifact_id
 
 
 def _last(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _take(
-    pairs: Iterable[tuple[_TagSet, tuple[Any, ...]]], query: KernelQuery, count: int
-) -> list[KernelMatch]:
-    found: list[KernelMatch] = []
-    for group, row in pairs:
-        match = _match(group, row, query.shape)
-        if not _too_much(match, query):
-            found.append(match)
-        if len(found) >= count:
-            break
-    return found
-
-
-def _match(group: _TagSet, row: tuple[Any, ...], shape: str | None) -> KernelMatch:
-    _, _, _, artifact_id, blueprint, latency, memory, risk, conf_level, interest, shapes = row
+def _match(group: _TagSet, row: tuple[Any, ...], preferred: frozenset[str], shape: str | None) -> KernelMatch:
+    _, artifact_id, blueprint, latency, memory, risk, conf_level, interest, shapes = row
     match = KernelMatch(
         artifact_id,
         blueprint,
         group.target,
         group.arch,
         tuple(sorted(group.tags)),
-        group.preferred,
+        len(preferred & group.tags),
         latency,
         memory,
         risk,
@@ -175,8 +205,10 @@ def _refusals(index: Index, query: KernelQuery, chosen: set[str]) -> Iterable[tu
         if state != VALIDATED or tags is None:
             yield artifact_id, f"{state}: {why}" if why else state
             continue
-        group = _TagSet(0, arch, target, frozenset(tags.split()), 0)
-        reason = _mismatch(group, query) or _too_much(_match(group, tuple(row), query.shape), query)
+        group = _TagSet(0, arch, target, frozenset(tags.split()))
+        reason = _mismatch(group, query) or _too_much(
+            _match(group, tuple(row), frozenset(), query.shape), query
+        )
         yield artifact_id, reason or "ranked below the limit"
 
 

@@ -188,3 +188,31 @@ def add_annotation(index: Index, num: int, values: tuple[Any, ...]) -> None:
     """`values`: version, keyid, envelope, time, seq."""
     text = "INSERT INTO annotations (artifact, version, keyid, envelope, time, seq) VALUES (?, ?, ?, ?, ?, ?)"
     index.run(text, (num, *values))
+
+
+def leased_digests(index: Index) -> set[str]:
+    """Objects under a lease, run out or not: running out is for `leases.expire` to decide."""
+    return {row[0] for row in index.rows("SELECT digest FROM leases")}
+
+
+def add_tombstone(index: Index, digest: str, now: float) -> bool:
+    """Mark an object as nameless; True when it was not marked before."""
+    return bool(index.run("INSERT OR IGNORE INTO tombstones VALUES (?, ?) RETURNING digest", (digest, now)))
+
+
+def lift_tombstones(index: Index, digests: set[str]) -> None:
+    """Unmark objects."""
+    for (marked,) in index.run("SELECT digest FROM tombstones"):
+        if marked in digests:
+            index.run("DELETE FROM tombstones WHERE digest = ?", (marked,))
+
+
+def lift_tombstone(index: Index, digest: str) -> None:
+    """Unmark one object."""
+    index.run("DELETE FROM tombstones WHERE digest = ?", (digest,))
+
+
+def ripe_tombstones(index: Index, before: float, limit: int) -> list[str]:
+    """Marks that are old enough, oldest first."""
+    text = "SELECT digest FROM tombstones WHERE time <= ? ORDER BY time, digest LIMIT ?"
+    return [row[0] for row in index.run(text, (before, limit))]

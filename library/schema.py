@@ -46,12 +46,19 @@ CREATE TABLE annotations(
 -- Artifacts of one architecture with the same tags share a tag set; a query looks at those few first.
 CREATE TABLE tagsets(
     num INTEGER PRIMARY KEY, arch TEXT NOT NULL, target TEXT NOT NULL, tags TEXT NOT NULL,
-    UNIQUE(arch, target, tags)) STRICT;
+    size INTEGER NOT NULL DEFAULT 0, UNIQUE(arch, target, tags)) STRICT;
 CREATE TABLE facts(
     artifact INTEGER PRIMARY KEY REFERENCES artifacts(num), tagset INTEGER NOT NULL REFERENCES tagsets(num),
     rank REAL NOT NULL, risk_rank REAL NOT NULL, latency_ms REAL, memory_mb REAL, risk REAL,
     conf_level TEXT NOT NULL, interest REAL, shapes TEXT NOT NULL) STRICT;
-CREATE INDEX facts_rank ON facts(tagset, rank, risk_rank, artifact, memory_mb);
+CREATE INDEX facts_rank ON facts(rank, risk_rank, artifact, tagset, memory_mb);
+CREATE INDEX facts_set ON facts(tagset, rank, risk_rank, artifact, memory_mb);
+CREATE INDEX facts_memory ON facts(memory_mb, tagset, rank, risk_rank, artifact);
+CREATE INDEX facts_risk ON facts(risk_rank, tagset, rank, artifact, memory_mb);
+CREATE TRIGGER facts_added AFTER INSERT ON facts BEGIN
+    UPDATE tagsets SET size = size + 1 WHERE num = new.tagset; END;
+CREATE TRIGGER facts_removed AFTER DELETE ON facts BEGIN
+    UPDATE tagsets SET size = size - 1 WHERE num = old.tagset; END;
 
 CREATE TABLE edges(
     parent TEXT NOT NULL, child TEXT NOT NULL, relation TEXT NOT NULL, mutation TEXT NOT NULL, time REAL NOT

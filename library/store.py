@@ -23,27 +23,23 @@ found, 11 corrupt, 12 untrusted, 13 revoked or archived, 14 conflict or ambiguou
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from library import dsse, ledger, query, rows, verdicts
+from library import artifacts, ledger, query, rows, verdicts
 from library.canon import canonical_json, parse_json, sha256_hex
 from library.contracts import KernelQuery, KernelQueryResult
 from library.core import Core
 from library.errors import fail
 from library.loading import load_artifact
-from library.manifest import Container, unpack
+from library.manifest import unpack
 from library.records import (
     ARTIFACT_MOVES,
     BLUEPRINT_MOVES,
-    COMPILED,
-    COMPILING,
     PENDING_BENCHMARKING,
     REJECTED,
     REVOKED,
     SUPERSEDED,
-    UNVALIDATED,
     VALIDATED,
     ArtifactRecord,
     BlueprintRecord,
@@ -61,6 +57,8 @@ _SIDE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
 class Library(Core):
     """An open library. Safe to use from several threads; each process opens its own."""
 
+    _found: query.Finder | None = None
+
     # -- blueprints --------------------------------------------------------------------------------
 
     def put_blueprint(self, blueprint_id: str, text: bytes, name: str) -> BlueprintRecord:
@@ -74,16 +72,7 @@ class Library(Core):
             return known
         digest = sha256_hex(text)
         with self.publishing({digest: text}, f"put blueprint {blueprint_id[:12]}"):
-            record = self._insert_blueprint(blueprint_id, digest, name)
-        return record
-
-    def _insert_blueprint(self, blueprint_id: str, digest: str, name: str) -> BlueprintRecord:
-        known = rows.blueprint(self.index, blueprint_id)
-        if known is not None:
-            return known
-        seq = ledger.append(self.index, "blueprint.put", blueprint_id, {"name": name, "text": digest})
-        record = BlueprintRecord(blueprint_id, name, digest, UNVALIDATED, "", time.time(), seq)
-        rows.add_blueprint(self.index, record)
+            record = artifacts.insert_blueprint(self, blueprint_id, digest, name)
         return record
 
     def set_blueprint_state(self, blueprint_id: str, state: str, reason: str = "") -> BlueprintRecord:
@@ -135,79 +124,27 @@ class Library(Core):
         for name in files:
             if not _SIDE.match(name):
                 raise fail("E0720", f"side file name {name[:80]!r} must be [A-Za-z0-9._+-], at most 128 long")
-        known = self._known(unpacked.manifest["artifact_id"], digest)
+        known = artifacts.known_content(self, unpacked.manifest["artifact_id"], digest)
         if known is not None and self.blobs.has(digest):
             return known
         text = canonical_json(unpacked.manifest["blueprint"]["text"])
         beside = [SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())]
-        envelope = self._provenance(unpacked, digest, beside, provenance or {})
+        envelope = artifacts.sign_provenance(self, unpacked, digest, beside, provenance or {})
         contents = {digest: container, sha256_hex(text): text, **{f.digest: files[f.name] for f in beside}}
         with self.publishing(contents, f"put {unpacked.manifest['artifact_id']}"):
-            record = self._insert_artifact(unpacked, digest, sha256_hex(text), envelope, beside)
+            record = artifacts.insert_artifact(self, unpacked, digest, sha256_hex(text), envelope, beside)
         return record
-
-    def _known(self, artifact_id: str, digest: str) -> ArtifactRecord | None:
-        known = rows.artifact(self.index, artifact_id)
-        if known is not None and known.digest != digest:
-            raise fail(
-                "E0723",
-                f"{artifact_id} is stored with digest {known.digest}, not {digest}",
-                node=artifact_id,
-                hint="the compiler gave one id to two contents: its version hash misses an input",
-                details={"stored": known.digest, "offered": digest},
-            )
-        return known
-
-    def _provenance(
-        self, unpacked: Container, digest: str, beside: list[SideFile], provenance: Mapping[str, Any]
-    ) -> bytes:
-        manifest = unpacked.manifest
-        predicate = {
-            "blueprint": manifest["blueprint"]["id"],
-            "toolchain": manifest["toolchain"],
-            "side_files": {f.name: f.digest for f in beside},
-            "build": dict(provenance),
-        }
-        payload = dsse.statement(manifest["artifact_id"], digest, dsse.PROVENANCE, predicate)
-        return dsse.seal(payload, dsse.IN_TOTO, [self.signer("compiler")])
-
-    def _insert_artifact(
-        self, unpacked: Container, digest: str, text: str, envelope: bytes, beside: list[SideFile]
-    ) -> ArtifactRecord:
-        manifest = unpacked.manifest
-        known = self._known(manifest["artifact_id"], digest)
-        if known is not None:
-            return known
-        blueprint = manifest["blueprint"]
-        self._compiled(self._insert_blueprint(blueprint["id"], text, blueprint["name"]))
-        data = {"digest": digest, "size": len(unpacked.data), "envelope": sha256_hex(envelope)}
-        seq = ledger.append(self.index, "artifact.put", manifest["artifact_id"], data)
-        record = record_of(unpacked, digest, seq)
-        rows.add_side_files(self.index, rows.add_artifact(self.index, record, envelope), beside)
-        return record
-
-    def _compiled(self, record: BlueprintRecord) -> None:
-        """Move a blueprint along to COMPILED, by legal steps, because an artifact of it now exists."""
-        state = record.state
-        for step in (COMPILING, COMPILED):
-            if state != COMPILED and step in BLUEPRINT_MOVES[state]:
-                ledger.append(
-                    self.index,
-                    "blueprint.state",
-                    record.id,
-                    {"from": state, "to": step, "reason": "artifact"},
-                )
-                rows.set_blueprint_state(self.index, record.id, step, "")
-                state = step
 
     def resolve(self, id_or_prefix: str) -> ArtifactRecord:
         """Artifact id, unique prefix, or blueprint id or prefix (8 hex or more) with one artifact: E0721,
         E0722."""
         return resolve_artifact(self.index, id_or_prefix)
 
-    def artifacts(self, blueprint: str | None = None, state: str | None = None) -> list[ArtifactRecord]:
-        """All, or those of one blueprint id and one state, oldest first."""
-        return rows.artifacts(self.index, blueprint=blueprint, state=state)
+    def artifacts(
+        self, blueprint: str | None = None, state: str | None = None, limit: int | None = None
+    ) -> list[ArtifactRecord]:
+        """Those of one blueprint id and one state where given, oldest first, at most `limit`."""
+        return rows.artifacts(self.index, blueprint=blueprint, state=state, limit=limit)
 
     def record(self, artifact_id: str) -> ArtifactRecord:
         """By exact id; E0721 with the nearest."""
@@ -261,9 +198,14 @@ class Library(Core):
         """The newest annotation, signature verified; {} without one."""
         return verdicts.newest_annotation(self, self.record(artifact_id))
 
+    def _finder(self) -> query.Finder:
+        if self._found is None:
+            self._found = query.Finder(self.index)
+        return self._found
+
     def find(self, wanted: KernelQuery, *, explain: bool = False) -> KernelQueryResult:
         """Validated artifacts that fit, best first; with `explain` also why each other one does not."""
-        return query.find(self.index, wanted, explain=explain)
+        return self._finder().find(wanted, explain=explain)
 
     def move(self, artifact_id: str, state: str, reason: str, *, superseded_by: str = "") -> ArtifactRecord:
         """One legal transition with its ledger entry: E0724. Verdicts are not made here."""
@@ -305,29 +247,3 @@ class Library(Core):
     def measurements(self, group_hash: str, arch: str, toolchain: str) -> list[dict[str, Any]]:
         """Every timing kept under this key, oldest first."""
         return self.timings().get(group_hash, arch, toolchain)
-
-
-def record_of(unpacked: Container, digest: str, seq: int) -> ArtifactRecord:
-    """The row of a container that has just been stored."""
-    manifest = unpacked.manifest
-    return ArtifactRecord(
-        id=manifest["artifact_id"],
-        digest=digest,
-        size=len(unpacked.data),
-        blueprint=manifest["blueprint"]["id"],
-        name=manifest["blueprint"]["name"],
-        target=manifest["target"]["name"],
-        kind=manifest["target"]["kind"],
-        arch=manifest["target"]["arch"],
-        pipeline=manifest["pipeline"],
-        version=manifest["version"],
-        objective=manifest["objective"],
-        determinism=manifest["determinism"],
-        interface=manifest["blueprint"]["interface"],
-        state=PENDING_BENCHMARKING,
-        reason="",
-        previous_state="",
-        superseded_by="",
-        created=time.time(),
-        seq=seq,
-    )
