@@ -1,8 +1,10 @@
-"""Scalar expressions as C: one temporary per distinct sub-expression, each with the type torch would compute it in."""
+"""Scalar expressions as C: one temporary per distinct sub-expression, each with the type torch would
+compute it in."""
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +75,8 @@ class Term:
 
 @dataclass
 class Block:
-    """Lines of one C scope. Temporaries are numbered by their right-hand side, here and in the scopes around."""
+    """Lines of one C scope. Temporaries are numbered by their right-hand side, here and in the scopes
+    around."""
 
     outer: Block | None = None
     lines: list[str] = field(default_factory=list)
@@ -122,7 +125,7 @@ def constant(value: float | int | bool, kind: DType) -> str:
         number = _float32(number)
     if math.isinf(number):
         return "__builtin_inff()" if number > 0 else "(-__builtin_inff())"
-    text = number.hex() + ("f" if kind is DType.float32 else "")
+    text = re.sub(r"\.?0*p", "p", number.hex()) + ("f" if kind is DType.float32 else "")
     return f"({text})" if text.startswith("-") else text
 
 
@@ -134,8 +137,9 @@ def _float32(number: float) -> float:
 
 
 def body_kind(expr: Expr, args: Sequence[DType], dtype: DType) -> DType:
-    """The type in which an expression that ends in `dtype` is computed: that of the result when it is floating (wider
-    if an operand is), else the promoted type of the operands. Truth values and Python numbers do not count.
+    """The type in which an expression that ends in `dtype` is computed: that of the result when it is
+    floating (wider if an operand is), else the promoted type of the operands. Truth values and Python
+    numbers do not count.
     """
     found: DType | None = dtype.compute if dtype.is_floating else None
     leaves = list(_leaf_dtypes(expr, args))
@@ -185,7 +189,9 @@ def round_to(block: Block, term: Term, dtype: DType) -> Term:
 def spell(block: Block, expr: Expr, args: Sequence[Term], dtypes: Sequence[DType], dtype: DType) -> Term:
     """Append what computes `expr`, rounded to `dtype`; `dtypes` are the declared types of the arguments."""
     kind = body_kind(expr, dtypes, dtype)
-    out = _Speller(block, args, dtypes).term(expr.arg if isinstance(expr, Cast) else expr, _inner(expr, dtypes, kind))
+    out = _Speller(block, args, dtypes).term(
+        expr.arg if isinstance(expr, Cast) else expr, _inner(expr, dtypes, kind)
+    )
     if isinstance(expr, Cast):
         out = round_to(block, out, expr.dtype)
     return round_to(block, out, dtype)
@@ -196,7 +202,8 @@ def _inner(expr: Expr, dtypes: Sequence[DType], kind: DType) -> DType:
 
 
 def _cast_kind(cast: Cast, dtypes: Sequence[DType]) -> DType:
-    """A cast reads a plain operand in the operand's own type; under it a body is computed as if it ended there."""
+    """A cast reads a plain operand in the operand's own type; under it a body is computed as if it ended
+    there."""
     if isinstance(cast.arg, Arg):
         return dtypes[cast.arg.index].compute
     if isinstance(cast.arg, Cast):
@@ -259,7 +266,9 @@ class _Speller:
         condition = self._truth(expr.args[0], kind)
         chosen = [self.term(e, kind) for e in expr.args[1:]]
         result = DType.bool if all(c.kind is DType.bool for c in chosen) else kind
-        a, b = (c.text if c.kind is result else self.block.let(result, convert(c, result)).text for c in chosen)
+        a, b = (
+            c.text if c.kind is result else self.block.let(result, convert(c, result)).text for c in chosen
+        )
         out = self.block.let(result, f"{condition} ? {a} : {b}")
         return self._mark(out, (a, b))
 
@@ -273,7 +282,7 @@ class _Speller:
 
     def _mark(self, out: Term, operands: Sequence[str]) -> Term:
         for dtype in HALVES:
-            if all(self.block.is_exact(o, dtype) or o == "0x0.0p+0f" for o in operands):
+            if all(self.block.is_exact(o, dtype) or o == "0x0p+0f" for o in operands):
                 self.block.exact.add((out.text, dtype))
         return out
 
@@ -287,5 +296,9 @@ def _template(expr: Prim, kind: DType) -> str:
         if abs(exponent.value) == 0.5:
             return table["sqrt" if exponent.value > 0 else "rsqrt"]
     if expr.name not in table:
-        raise EsperError("E0532", f"{expr.name} of {kind.value} has no C spelling", hint="cast the operand to a floating type")
+        raise EsperError(
+            "E0532",
+            f"{expr.name} of {kind.value} has no C spelling",
+            hint="cast the operand to a floating type",
+        )
     return table[expr.name]

@@ -1,9 +1,11 @@
-"""Scalar functions of the C spelling: conversions and float32 mathematics that gcc vectorises without a math library.
+"""Scalar functions of the C spelling: conversions and float32 mathematics that gcc vectorises without a
+math library.
 
-Each function is one paragraph of C below, written without branches (selections only), so that it can be inlined into a
-`#pragma omp simd` loop; fused multiply-adds occur where `fma_f` is written and nowhere else. Polynomials are minimax
-fits of relative error (Lawson-weighted least squares, coefficients rounded to float32). Errors are below 2 ulp on the
-whole range, denormals included; tests/forge/test_c_math.py measures them against float64. Double precision uses libm.
+Each function is one paragraph of C below, written without branches (selections only), so that it can be
+inlined into a `#pragma omp simd` loop; fused multiply-adds occur where `fma_f` is written and nowhere else.
+Polynomials are minimax fits of relative error (Lawson-weighted least squares, coefficients rounded to
+float32). Errors are below 2 ulp on the whole range, denormals included; tests/forge/test_c_math.py measures
+them against float64. Double precision uses libm.
 
 Sources: argument reductions after Cody and Waite, "Software Manual for the Elementary Functions" (1980); the
 reduction of sine and cosine by a table of 2^k mod 2 pi is exact to 2^-80 for every float32; expm1 as

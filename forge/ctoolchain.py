@@ -1,0 +1,113 @@
+"""C text -> shared object with the system's compiler, in a sandboxed worker; same text and compiler, same
+bytes.
+
+The object needs libc, libm and an OpenMP runtime called libgomp.so.1. Inside a process that imported torch
+the loader finds torch's own copy under that name; elsewhere it finds the system's."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from esper_ir.diagnostics import EXIT_BACKEND, EsperError
+from forge.target import Target
+from runtime.sandbox import Limits, ask
+
+COMPILERS = ("gcc", "cc", "clang")
+SECONDS = 60.0
+# Bits: no contraction but where fma is written, integers wrap, errno and traps are of no interest (both let
+# loops become vector code without changing a value). Bytes: no build id, no paths, no compiler banner, no
+# symbols.
+FLAGS = (
+    "-std=gnu11", "-O3", "-fopenmp", "-fPIC", "-shared", "-x", "c",
+    "-ffp-contract=off", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing",
+    "-fvisibility=hidden", "-fno-ident", "-fno-asynchronous-unwind-tables", "-g0", "-s", "-w",
+    "-Wl,--build-id=none", "-Wl,--as-needed", "-Wl,--hash-style=gnu", "-Wl,-z,noexecstack", "-Wl,-z,relro",
+)  # fmt: skip
+VECTOR_BITS = {64: 512, 32: 256}
+
+
+@dataclass(frozen=True)
+class CompiledObject:
+    """`data`: the shared object. `version`: first line of the compiler's --version. `flags`: all that shape
+    the code. `level`: sandbox level reached. `seconds`: wall time of the compiler.
+    """
+
+    data: bytes
+    version: str
+    flags: tuple[str, ...]
+    seconds: float
+    level: str
+
+
+def find_compiler(wanted: str | None = None) -> Path:
+    """The compiler named, or the first of gcc, cc and clang on PATH. E0520 when there is none."""
+    for name in (wanted,) if wanted else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    raise EsperError(
+        "E0520",
+        f"no C compiler: looked for {wanted or ', '.join(COMPILERS)}",
+        hint="install gcc (for example apt-get install gcc libc6-dev), or choose a target that needs none",
+        exit_code=EXIT_BACKEND,
+    )
+
+
+@lru_cache(maxsize=8)
+def compiler_version(compiler: Path) -> str:
+    """First line of `--version`: part of an artifact's identity."""
+    done = subprocess.run(
+        [str(compiler), "--version"], capture_output=True, text=True, timeout=SECONDS, env=_scrubbed()
+    )
+    if done.returncode or not done.stdout.strip():
+        raise EsperError("E0520", f"{compiler} does not run", hint=done.stderr[-500:], exit_code=EXIT_BACKEND)
+    return done.stdout.splitlines()[0].strip()
+
+
+def _scrubbed() -> dict[str, str]:
+    return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
+
+
+def flags_of(target: Target) -> tuple[str, ...]:
+    """Every option that shapes the code for a target."""
+    return (*FLAGS, f"-march={target.arch}", f"-mprefer-vector-width={VECTOR_BITS[target.vector_bytes]}")
+
+
+def compile_c(
+    text: str, target: Target, *, compiler: str | None = None, seconds: float = SECONDS
+) -> CompiledObject:
+    """Compile one translation unit. `compiler` names another one than the default; the environment is not
+    asked.
+
+    Raises E0520 without a compiler, E0521 with its messages when it refuses the text, E0831 past `seconds`.
+    """
+    chosen = find_compiler(compiler)
+    flags = flags_of(target)
+    request = {"compiler": str(chosen), "flags": list(flags), "text": text, "seconds": seconds}
+    limits = Limits(seconds=seconds, memory_bytes=4 << 30, readable=(str(chosen.resolve().parent),))
+    answer = ask("forge.ctoolchain", request, limits)
+    if "error" in answer.value:
+        raise EsperError("E0521", "the C compiler refused generated code", hint=answer.value["error"])
+    data = base64.b64decode(answer.value["data"])
+    return CompiledObject(data, compiler_version(chosen), flags, answer.value["seconds"], answer.level)
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """The worker's side: text in by stdin, so that no path of this machine can reach the object."""
+    out = Path(request["workdir"]) / "module.so"
+    command = [request["compiler"], *request["flags"], "-o", out.name, "-", "-lm"]
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, input=request["text"], capture_output=True, text=True, cwd=out.parent, check=False
+    )
+    if done.returncode:
+        return {"error": done.stderr[-4000:]}
+    return {"data": base64.b64encode(out.read_bytes()).decode(), "seconds": time.perf_counter() - started}

@@ -1,0 +1,186 @@
+"""The parts of a C function that every tile shares: parameters, indices, loads, statements and stores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.types import Dim, DType, FloorDiv
+from forge.emit.c_expr import HALVES, MEMORY, Block, Term, convert, round_to, spell
+from forge.plan import Access, Compute, KernelPlan, Load, RowTile, Stmt, Store
+
+# Elements under which starting threads costs more than it saves.
+SERIAL = 16384
+
+Lines = list[str]
+Index = Callable[[int], str]
+"""Number of an access -> C text of the element's index."""
+
+
+def indent(lines: Iterable[str]) -> Lines:
+    return [f"    {line}" if line and not line.startswith("#") else line for line in lines]
+
+
+def braces(head: str, *parts: Iterable[str]) -> Lines:
+    return [f"{head} {{", *indent([line for part in parts for line in part]), "}"]
+
+
+def identifier(text: str) -> str:
+    return re.sub(r"\W", "_", text)
+
+
+@dataclass
+class Scope:
+    """A C block, what its values are called, and how accesses are indexed in it."""
+
+    block: Block
+    values: dict[str, Term]
+    index: Index
+
+    def inner(self, index: Index) -> Scope:
+        return Scope(Block(self.block), dict(self.values), index)
+
+
+@dataclass
+class Text:
+    plan: KernelPlan
+    axes: dict[str, str] = field(init=False)
+    dtypes: dict[str, DType] = field(init=False)
+    buffers: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.axes, self.dtypes = self.plan.axes(), self.plan.dtypes()
+        self.buffers = {b: f"b{i}_{identifier(b)}" for i, b in enumerate(self.plan.buffers)}
+
+    def refuse(self, what: str) -> EsperError:
+        return EsperError(
+            "E0531",
+            what,
+            node=self.plan.name,
+            hint="a template made a plan outside the grammar of forge/plan.py",
+        )
+
+    def opening(self) -> Lines:
+        """The head of the function, its parameters and sizes."""
+        plan, width = self.plan, "int64_t" if self.plan.wide else "int32_t"
+        lines = [f"/* {line} */" for line in str(plan).splitlines()]
+        lines += [
+            '__attribute__((visibility("default")))',
+            f"void {plan.name}(void *const *args, int64_t gx, int64_t gy, int64_t gz)",
+            "{",
+        ]
+        body = []
+        for at, (buffer, dtype) in enumerate(zip(plan.buffers, plan.buffer_dtypes, strict=True)):
+            body.append(
+                f"{MEMORY[dtype]} *const {self.buffers[buffer]} = *({MEMORY[dtype]} *const *)args[{at}];"
+            )
+        for at, size in enumerate(plan.sizes, len(plan.buffers)):
+            body.append(f"const int64_t n_{identifier(size)} = *(const {width} *)args[{at}];")
+        body.append(f"const int64_t rows = {dim(plan.rows)}, cols = {dim(plan.cols)};")
+        return [*lines, *indent([*body, "(void)gy, (void)gz;"])]
+
+    def parallel(self, body: Lines) -> Lines:
+        """The loop over programs."""
+        head = f"#pragma omp parallel for schedule(static) if(gx > 1 && rows * cols > {SERIAL})"
+        return [head, *braces("for (int64_t p = 0; p < gx; p++)", body)]
+
+    def row_indices(self, row: str) -> Lines:
+        """`i0`, `i1`, ...: position along each axis but the last, from the row number."""
+        sizes = self.plan.space[:-1]
+        lines, rest = [], row
+        for axis in reversed(range(1, len(sizes))):
+            size = _factor(sizes[axis])
+            lines.append(f"const int64_t i{axis} = {rest} % {size}, r{axis} = {rest} / {size};")
+            rest = f"r{axis}"
+        return [*lines, f"const int64_t i0 = {rest};"] if sizes else lines
+
+    def offsets(self) -> Lines:
+        """`o<access>`: index of column 0 of the row, for every access that moves with the row."""
+        lines = []
+        for at, access in enumerate(self.plan.accesses):
+            moving = ((a, s) for a, s in enumerate(access.strides[:-1]) if s != Dim())
+            parts = [f"i{a}" if s == Dim.of(1) else f"i{a} * {_factor(s)}" for a, s in moving]
+            if parts and not self.is_partial(access):
+                lines.append(f"const int64_t o{at} = {' + '.join(parts)};")
+        return lines
+
+    def is_partial(self, access: Access) -> bool:
+        """Whether an access is addressed by program: the second stage reads the workspace by its strides."""
+        return access.partial and isinstance(self.plan.tile, RowTile)
+
+    def index(self, column: str | None, row: bool = True) -> Index:
+        """Indexing inside a row (with `row`) at `column`, or of row values (None)."""
+
+        def text(at: int) -> str:
+            access = self.plan.accesses[at]
+            if self.is_partial(access):
+                return f"p * cols + {column}"
+            moves = row and any(s != Dim() for s in access.strides[:-1])
+            step = access.strides[-1]
+            parts = [f"o{at}"] if moves else []
+            if column is not None and step != Dim():
+                parts.append(column if step == Dim.of(1) else f"{column} * {_factor(step)}")
+            return " + ".join(parts) or "0"
+
+        return text
+
+    def statements(self, stmts: Iterable[Stmt], scope: Scope) -> None:
+        for stmt in stmts:
+            if isinstance(stmt, Load):
+                scope.values[stmt.name] = self._load(stmt, scope)
+            elif isinstance(stmt, Compute):
+                args = [scope.values[a] for a in stmt.args]
+                dtypes = [self.dtypes[a] for a in stmt.args]
+                scope.values[stmt.name] = spell(scope.block, stmt.expr, args, dtypes, stmt.dtype)
+            elif isinstance(stmt, Store):
+                scope.block.lines.append(self._store(stmt, scope))
+
+    def _element(self, access: int, scope: Scope) -> str:
+        return f"{self.buffers[self.plan.accesses[access].buffer]}[{scope.index(access)}]"
+
+    def _load(self, stmt: Load, scope: Scope) -> Term:
+        dtype, element = self.plan.accesses[stmt.access].dtype, self._element(stmt.access, scope)
+        reads = {DType.bfloat16: "from_bf16({})", DType.float16: "from_f16({})", DType.bool: "{} != 0"}
+        out = scope.block.let(dtype.compute, reads.get(dtype, "{}").format(element))
+        if dtype in HALVES:
+            scope.block.exact.add((out.text, dtype))
+        return out
+
+    def _store(self, stmt: Store, scope: Scope) -> str:
+        dtype = self.plan.accesses[stmt.access].dtype
+        term = round_to(scope.block, scope.values[stmt.value], dtype)
+        writes = {DType.bfloat16: "high_half({})", DType.float16: "to_f16({})"}
+        text = writes.get(dtype, "{}").format(convert(term, dtype.compute))
+        return f"{self._element(stmt.access, scope)} = {text};"
+
+
+def flush(scope: Scope) -> Lines:
+    lines, scope.block.lines = scope.block.lines, []
+    return lines
+
+
+def simd(start: str, end: str, body: Lines) -> Lines:
+    return ["#pragma omp simd", *braces(f"for (int64_t j = {start}; j < {end}; j++)", body)]
+
+
+def dim(size: Dim) -> str:
+    """A size as C over int64 variables."""
+    out = ""
+    for monomial, coefficient in size.terms:
+        factors = [f"n_{identifier(a)}" if isinstance(a, str) else _floordiv(a) for a in monomial]
+        if abs(coefficient) != 1 or not factors:
+            factors.insert(0, f"INT64_C({abs(coefficient)})")
+        sign = "-" if coefficient < 0 else "+"
+        out += (f" {sign} " if out else sign.replace("+", "")) + " * ".join(factors)
+    return out or "INT64_C(0)"
+
+
+def _factor(size: Dim) -> str:
+    text = dim(size)
+    return text if re.fullmatch(r"\w+(\(\d+\))?", text) else f"({text})"
+
+
+def _floordiv(atom: FloorDiv) -> str:
+    return f"floordiv({dim(atom.numerator)}, {atom.divisor})"

@@ -1,0 +1,19 @@
+"""NVIDIA L40S."""
+
+from forge.target import Target
+
+TARGET = Target(
+    name="l40s",
+    kind="cuda",
+    arch="sm_89",
+    capability=89,
+    cards=("L40S",),
+    shared_bytes=101376,
+    max_warps=48,
+    multiprocessors=142,
+    copy_TBps=0.76,
+    bf16_TFLOPs=362.0,
+    l2_bytes=96 << 20,
+    ptx_version=84,
+    summary="NVIDIA L40S, Ada",
+)

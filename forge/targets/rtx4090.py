@@ -1,0 +1,20 @@
+"""NVIDIA GeForce RTX 4090."""
+
+from forge.target import Target
+
+TARGET = Target(
+    name="rtx4090",
+    kind="cuda",
+    arch="sm_89",
+    capability=89,
+    aliases=("sm_89", "ada"),
+    cards=("4090",),
+    shared_bytes=101376,
+    max_warps=48,
+    multiprocessors=128,
+    copy_TBps=0.89,
+    bf16_TFLOPs=165.0,
+    l2_bytes=72 << 20,
+    ptx_version=84,
+    summary="NVIDIA GeForce RTX 4090, Ada",
+)
