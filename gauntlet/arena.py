@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ZONE = 4096
-MAX_ZONE = 1 << 20
+MAX_ZONE = 1 << 16
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from esper_ir import oracle
+from esper_ir.eager import constant_value
+from esper_ir.types import TensorType
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
-from library.launch import evaluate
 
 COTANGENT = "cotangent:"
-LAYOUTS = ("strided", "transposed", "offset", "misaligned", "expanded")
-COTANGENTS = ("normal", "ones", "rows", "one-hot", "zeros", "strided", "alternating")
+LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
+COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "strided", "alternating", "large")
+OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers")
+"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare exp;
+magnitudes near the smallest that round to nothing when squared; whole numbers."""
+SMOOTH = ("normal", "x10", "x0.1", "shifted")
 
 
 def tensor_of(raw: Raw, device: torch.device) -> Tensor:
@@ -28,7 +31,8 @@ def tensor_of(raw: Raw, device: torch.device) -> Tensor:
 
 def raw_of(tensor: Tensor) -> Raw:
     dense = tensor.detach().cpu().contiguous()
-    return Raw(str(dense.dtype).removeprefix("torch."), tuple(dense.shape), dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+    data = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return Raw(str(dense.dtype).removeprefix("torch."), tuple(dense.shape), data)
 
 
 def stored_form(subject: Subject, recipe: Recipe) -> dict[str, Raw]:
@@ -41,15 +45,130 @@ def stored_form(subject: Subject, recipe: Recipe) -> dict[str, Raw]:
     return out
 
 
-def seeded(recipe: Recipe, name: str, device: torch.device) -> torch.Generator:
+def draws(subject: Subject, *, quick: bool) -> list[str]:
+    """Names of value distributions to try."""
+    names = [*oracle.DRAWS, *OWN_DRAWS]
+    return [n for n in names if not quick or n not in ("x0.1", "integers", "tiny")]
+
+
+def smooth_draws(subject: Subject) -> list[str]:
+    """Those where every gradient is finite for any block that is finite on normal values."""
+    return list(SMOOTH)
+
+
+def _seed(recipe: Recipe, name: str) -> int:
     """Every tensor of every case has its own stream."""
     key = f"{recipe.seed}:{recipe.draw}:{recipe.cotangent}:{sorted(recipe.dims.items())}:{name}"
-    return torch.Generator(device=device).manual_seed(zlib.crc32(key.encode()) + (recipe.seed << 32))
+    return zlib.crc32(key.encode()) + (recipe.seed << 32)
 
 
 def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
-    """A dense tensor per leaf."""
-    stored = subject.stored
-    if stored:
-        return {name: stored[name] for name, _, _ in subject.leaves}
-    raise NotImplementedError(oracle)
+    """A tensor per leaf, laid out as the recipe says; drawn on the CPU, so that every device gets the same."""
+    if subject.stored and not recipe.repeat > 1:
+        found = {name: subject.stored[name] for name, _, _ in subject.leaves}
+        return {n: _laid_out(recipe, t) for n, t in found.items()}
+    out = {}
+    for leaf in subject.blueprint.leaves:
+        if leaf.kind == "constant":
+            out[leaf.name] = constant_value(leaf).to(subject.device)
+            continue
+        generator = torch.Generator().manual_seed(_seed(recipe, leaf.name))
+        drawn = _draw(recipe.draw, leaf.type, recipe, generator)
+        scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
+        if leaf.type.dtype.is_floating and scale != 1.0:
+            drawn = (drawn.double() * scale).to(drawn.dtype)
+        out[leaf.name] = _laid_out(recipe, drawn.to(subject.device))
+    return out
+
+
+def parameter_scale(kind: TensorType) -> float:
+    """Matrices are drawn with variance 1 over their rows, as initialisers do, so that sums of products stay near 1."""
+    rows = kind.shape[0].static if kind.rank >= 2 else None
+    return 1.0 / (rows**0.5) if rows else 1.0
+
+
+def _draw(name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    if name not in OWN_DRAWS:
+        return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator)
+    drawn = oracle.draw("normal", kind, recipe.dims, generator)
+    if not kind.dtype.is_floating:
+        return drawn
+    wide = drawn.double()
+    if name == "unit":
+        wide = wide.frac().abs()
+    elif name == "negative":
+        wide = -wide.abs()
+    elif name == "zeros":
+        wide = torch.zeros_like(wide)
+    elif name == "spikes":
+        places = torch.rand(wide.shape, generator=generator) < 1 / 16
+        wide = torch.where(places, wide * 100, wide)
+    elif name == "tiny":
+        wide = wide * 1e-5
+    elif name == "integers":
+        wide = (wide * 4).round()
+    return wide.to(drawn.dtype)
+
+
+def _laid_out(recipe: Recipe, tensor: Tensor) -> Tensor:
+    """Replayed tensors are dense; their layout is made again."""
+    layout = oracle.LAYOUTS.get(recipe.layout)
+    return layout(tensor) if layout and recipe.layout != "dense" and tensor.dim() else tensor
+
+
+def cotangent_kinds(subject: Subject) -> list[str]:
+    """Ways in which gradients flow back; with several outputs also each of them absent."""
+    absent = [f"none:{name}" for name in subject.blueprint.outputs] if len(subject.results) > 1 else []
+    return [*COTANGENTS, *absent]
+
+
+def cotangents(subject: Subject, recipe: Recipe) -> list[Tensor | None]:
+    """One per output; None for outputs that are not floating, or absent by the recipe."""
+    out: list[Tensor | None] = []
+    for name, _, kind in subject.results:
+        stored = subject.stored.get(COTANGENT + name) if not recipe.repeat > 1 else None
+        if not kind.dtype.is_floating or recipe.cotangent == f"none:{name}":
+            out.append(None)
+        else:
+            out.append(_cotangent(recipe, name, kind, stored).to(subject.device))
+    return out
+
+
+def _cotangent(recipe: Recipe, name: str, kind: TensorType, stored: Tensor | None) -> Tensor:
+    shape = tuple(d.value(recipe.dims) for d in kind.shape)
+    dtype = getattr(torch, kind.dtype.value)
+    generator = torch.Generator().manual_seed(_seed(recipe, COTANGENT + name))
+    if recipe.cotangent == "ones":
+        return torch.ones((), dtype=dtype).expand(shape)
+    if recipe.cotangent == "rows":
+        return torch.randn(shape[1:], generator=generator).to(dtype).expand(shape)
+    if recipe.cotangent == "columns" and shape:
+        return torch.randn((*shape[:-1], 1), generator=generator).to(dtype).expand(shape)
+    if stored is not None:
+        dense = stored.clone()
+    elif recipe.cotangent == "zeros":
+        dense = torch.zeros(shape, dtype=dtype)
+    else:
+        dense = torch.randn(shape, generator=generator).to(dtype)
+    if stored is None:
+        dense = _shaped(recipe.cotangent, dense)
+    return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
+
+
+def _shaped(kind: str, dense: Tensor) -> Tensor:
+    if kind == "one-hot" and dense.numel():
+        flat = torch.zeros(dense.numel(), dtype=dense.dtype)
+        flat[dense.numel() * 2 // 3] = 1
+        return flat.reshape(dense.shape)
+    if kind == "alternating" and dense.numel():
+        flat = dense.abs().reshape(-1)
+        flat[1::2] *= -1
+        return flat.reshape(dense.shape)
+    return dense * 100 if kind == "large" else dense
+
+
+def direction(recipe: Recipe, name: str, value: Tensor) -> Tensor:
+    """A random direction in float64, of the size of normal values."""
+    generator = torch.Generator().manual_seed(_seed(recipe, f"direction:{name}"))
+    return torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64).to(value.device)
+

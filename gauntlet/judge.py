@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from gauntlet.jobs import decode_job
 from gauntlet.stage import Context, Emit, Failed, Outcome, Passed, Recipe, Skipped, Stage
 from gauntlet.subject import Subject
 from library.manifest import unpack
+from runtime import confined
+from runtime.sandbox import ROOT
 
 MEMORY_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 CUDA_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "device-side assert")
@@ -45,8 +48,10 @@ def run(arguments: int, result: int, spill: int) -> None:
     if case:
         subject.stored = {n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()}
     context = Context(subject, emit, job["quick"], job["seed"])
-    emit({"event": "context", **hardware(subject.device)})
+    emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
+    if subject.device.type == "cpu":
+        torch.set_num_threads(1)  # the determinism stage tries others; waking idle threads costs more than it saves
     try:
         for stage in all_stages():
             if (job.get("stages") and stage.name not in job["stages"]) or (job["quick"] and not stage.quick):
@@ -58,6 +63,14 @@ def run(arguments: int, result: int, spill: int) -> None:
         traceback.print_exc()
         raise
     emit({"event": "done"})
+
+
+def confine(device: torch.device) -> str:
+    """Give up files, network and tracing before any candidate code is near; the level that this kernel allows."""
+    readable = [*confined.SYSTEM, sys.prefix, sys.base_prefix, str(ROOT), *filter(None, sys.path)]
+    if not confined.landlock(readable, [], device.type == "cuda"):
+        return "limits"
+    return "full" if confined.seccomp() else "landlock"
 
 
 def _run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int) -> bool:

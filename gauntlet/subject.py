@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_ir import canonical, text, verify
+from esper_ir import canonical, grad, oracle, text, verify
 from esper_ir.graph import Blueprint, Graph
 from esper_ir.types import TensorType
 from library import launch as launch_manifest
@@ -35,6 +36,7 @@ class Subject:
         self.manifest: Mapping[str, Any] = container.manifest
         self.blobs: Mapping[str, memoryview] = container.blobs
         self.stored: Mapping[str, Tensor] = {}
+        self._lengths: dict[tuple[Any, ...], int] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
 
     # -- claims --------------------------------------------------------------------------------------------------
@@ -46,7 +48,12 @@ class Subject:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        return text.parse(json.dumps(self.manifest["blueprint"]["text"]))
+        """Parsed, the leaves in the order of the launch interface: canonical JSON sorts the names that the text form
+        keeps in order. That the order is the right one is proven by the blueprint's id, which covers it.
+        """
+        parsed = text.parse(json.dumps(self.manifest["blueprint"]["text"]))
+        place = {spec.name: at for at, spec in enumerate(self.launch.interface.inputs)}
+        return replace(parsed, leaves=tuple(sorted(parsed.leaves, key=lambda v: place.get(v.name, len(place)))))
 
     @cached_property
     def graph(self) -> Graph:
@@ -78,6 +85,19 @@ class Subject:
     def deterministic(self) -> bool:
         """Whether the artifact promises equal bits."""
         return self.manifest["determinism"] == "deterministic"
+
+    def accumulation(self, dims: Mapping[str, int], gradient: bool) -> int:
+        """Roundings on the longest way to an output, or to a gradient (`esper_ir.oracle.accumulation_length`)."""
+        key = (gradient, *sorted(dims.items()))
+        if key not in self._lengths:
+            graph = self.joint if gradient else self.graph
+            self._lengths[key] = oracle.accumulation_length(graph, dims)
+        return self._lengths[key]
+
+    @cached_property
+    def joint(self) -> Graph:
+        """Forward and backward in one graph."""
+        return grad.joint(self.graph, self.differentiable).graph
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -185,6 +205,15 @@ class Subject:
         found = self.program.run(plan, [*saved, *cotangents], dims=values)
         named = dict(zip(plan.wanted, found, strict=True))
         return {name: named[name] for name in names}
+
+    def trained(
+        self, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None], wanted: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Gradients through the path of training."""
+        _, saved = self.forward(values)
+        tensors = [values[s.name] for s in self.launch.interface.inputs]
+        dims = dict(zip(self.program.dim_names, self.program.dims_of([t.shape for t in tensors]), strict=True))
+        return self.backward(saved, cotangents, dims, wanted)
 
 
 def _inside(dim: DimSource, size: int) -> bool:

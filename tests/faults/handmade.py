@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import platform
 import subprocess
 import tempfile
@@ -49,7 +50,7 @@ class Toy:
 
 def interface(blueprint: Mapping[str, Any]) -> launch.Interface:
     """The launch interface of a blueprint whose dims each stand alone as an axis of some input."""
-    typed = verify.typed(text.loads(blueprint))
+    typed = verify.typed(text.parse(json.dumps(blueprint)))
     leaves = [(n, k, blueprint[f"{k}s"][n]) for k in ("input", "param") for n in blueprint.get(f"{k}s", {})]
     specs = tuple(launch.TensorSpec(n, k, v["dtype"], tuple(v["shape"])) for n, k, v in leaves)
     outputs = tuple(
@@ -72,7 +73,7 @@ def build(toy: Toy) -> bytes:
         launch.Kernel(entry, "code.so", entry, _params(kinds)) for entry, kinds in sorted(toy.params.items())
     )
     manifest = LaunchManifest(interface(toy.blueprint), toy.plans, kernels)
-    blueprint = text.loads(toy.blueprint)
+    blueprint = text.parse(json.dumps(toy.blueprint))
     target = {"name": "cpu", "kind": "cpu", "arch": platform.machine()}
     fields = {
         "format": "esper-artifact/1",

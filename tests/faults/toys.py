@@ -62,7 +62,7 @@ KERNEL(affine_bwd) {
   const int64_t rows = NUM(7);
 #pragma omp parallel for
   for (int64_t p = 0; p < gx; p++) {
-    float sw[C], sb[C];
+    double sw[C], sb[C];
     for (int64_t c = 0; c < C; c++) sw[c] = 0, sb[c] = 0;
     for (int64_t r = p * R; r < p * R + R && r < rows; r++)
       for (int64_t c = 0; c < C; c++) {
@@ -79,7 +79,7 @@ KERNEL(affine_sum) {
   float *dw = PTR(float, 2), *db = PTR(float, 3);
   const int64_t parts = NUM(4);
   for (int64_t c = 0; c < C; c++) {
-    float sw = 0, sb = 0;
+    double sw = 0, sb = 0;
     for (int64_t p = 0; p < parts; p++) sw += pw[p * C + c], sb += pb[p * C + c];
     dw[c] = sw;
     db[c] = sb;
@@ -136,10 +136,11 @@ KERNEL(softmax_fwd) {
   for (int64_t p = 0; p < gx; p++)
     for (int64_t r = p * R; r < p * R + R && r < rows; r++) {
       const float *a = x + r * cols;
-      float top = -INFINITY, sum = 0;
+      float top = -INFINITY;
+      double sum = 0;
       for (int64_t c = 0; c < cols; c++) top = a[c] > top || a[c] != a[c] ? a[c] : top;
       for (int64_t c = 0; c < cols; c++) sum += expf(a[c] - top);
-      for (int64_t c = 0; c < cols; c++) y[r * cols + c] = expf(a[c] - top) / sum;
+      for (int64_t c = 0; c < cols; c++) y[r * cols + c] = expf(a[c] - top) / (float)sum;
     }
 }
 KERNEL(softmax_bwd) {
@@ -149,9 +150,9 @@ KERNEL(softmax_bwd) {
 #pragma omp parallel for
   for (int64_t p = 0; p < gx; p++)
     for (int64_t r = p * R; r < p * R + R && r < rows; r++) {
-      float dot = 0;
+      double dot = 0;
       for (int64_t c = 0; c < cols; c++) dot += y[r * cols + c] * g[r * cols + c];
-      for (int64_t c = 0; c < cols; c++) dx[r * cols + c] = y[r * cols + c] * (g[r * cols + c] - dot);
+      for (int64_t c = 0; c < cols; c++) dx[r * cols + c] = y[r * cols + c] * (g[r * cols + c] - (float)dot);
     }
 }
 """
@@ -182,9 +183,9 @@ KERNEL(norm_fwd) {
 #pragma omp parallel for
   for (int64_t p = 0; p < gx; p++)
     for (int64_t r = p * R; r < p * R + R && r < rows; r++) {
-      float sum = 0;
+      double sum = 0;
       for (int64_t c = 0; c < C; c++) sum += x[r * C + c] * x[r * C + c];
-      const float scale = 1 / sqrtf(sum / C + 1e-6f);
+      const float scale = 1 / sqrtf((float)(sum / C) + 1e-6f);
       inv[r] = scale;
       for (int64_t c = 0; c < C; c++) y[r * C + c] = x[r * C + c] * scale * w[c];
     }
@@ -195,9 +196,9 @@ KERNEL(norm_inf) {
   const int64_t rows = NUM(3);
 #pragma omp parallel for
   for (int64_t r = 0; r < rows; r++) {
-    float sum = 0;
+    double sum = 0;
     for (int64_t c = 0; c < C; c++) sum += x[r * C + c] * x[r * C + c];
-    const float scale = 1 / sqrtf(sum / C + 1e-6f);
+    const float scale = 1 / sqrtf((float)(sum / C) + 1e-6f);
     for (int64_t c = 0; c < C; c++) y[r * C + c] = x[r * C + c] * scale * w[c];
   }
 }
@@ -207,12 +208,12 @@ KERNEL(norm_bwd) {
   const int64_t rows = NUM(6);
 #pragma omp parallel for
   for (int64_t p = 0; p < gx; p++) {
-    float acc[C];
+    double acc[C];
     for (int64_t c = 0; c < C; c++) acc[c] = 0;
     for (int64_t r = p * R; r < p * R + R && r < rows; r++) {
-      float dot = 0;
+      double dot = 0;
       for (int64_t c = 0; c < C; c++) dot += g[r * C + c] * w[c] * x[r * C + c];
-      const float k = dot * inv[r] * inv[r] / C;
+      const float k = (float)dot * inv[r] * inv[r] / C;
       for (int64_t c = 0; c < C; c++) {
         dx[r * C + c] = inv[r] * (g[r * C + c] * w[c] - x[r * C + c] * k);
         acc[c] += g[r * C + c] * x[r * C + c] * inv[r];
@@ -226,7 +227,7 @@ KERNEL(norm_sum) {
   float *dw = PTR(float, 1);
   const int64_t parts = NUM(2);
   for (int64_t c = 0; c < C; c++) {
-    float s = 0;
+    double s = 0;
     for (int64_t p = 0; p < parts; p++) s += part[p * C + c];
     dw[c] = s;
   }
@@ -283,9 +284,9 @@ KERNEL(dense_fwd) {
   for (int64_t p = 0; p < gx; p++)
     for (int64_t r = p * R; r < p * R + R && r < rows; r++)
       for (int64_t m = 0; m < M; m++) {
-        float s = 0;
+        double s = 0;
         for (int64_t k = 0; k < K; k++) s += x[r * K + k] * w[k * M + m];
-        y[r * M + m] = s + b[m];
+        y[r * M + m] = (float)s + b[m];
       }
 }
 KERNEL(dense_dx) {
@@ -296,7 +297,7 @@ KERNEL(dense_dx) {
   for (int64_t p = 0; p < gx; p++)
     for (int64_t r = p * R; r < p * R + R && r < rows; r++)
       for (int64_t k = 0; k < K; k++) {
-        float s = 0;
+        double s = 0;
         for (int64_t m = 0; m < M; m++) s += g[r * M + m] * w[k * M + m];
         dx[r * K + k] = s;
       }
@@ -307,11 +308,11 @@ KERNEL(dense_dw) {
   const int64_t rows = NUM(4);
 #pragma omp parallel for
   for (int64_t m = 0; m < M; m++) {
-    float t = 0;
+    double t = 0;
     for (int64_t r = 0; r < rows; r++) t += g[r * M + m];
     db[m] = t;
     for (int64_t k = 0; k < K; k++) {
-      float s = 0;
+      double s = 0;
       for (int64_t r = 0; r < rows; r++) s += x[r * K + k] * g[r * M + m];
       dw[k * M + m] = s;
     }

@@ -1,0 +1,95 @@
+"""Every gradient against float64 autograd of the reference, through the same path that training takes.
+
+    gradients asked for     all, each alone, all but one
+    cotangents              random, all ones and rows of ones with stride 0, one-hot, zeros, transposed, absent
+    directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule involved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gauntlet import accuracy, inputs, meaning
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.stages.numerics import odd_dims, sizes
+
+DIRECTIONAL = "directional"
+STEP = 1e-6
+SLACK = 16.0
+"""Times the deviation that eager's own gradient shows, plus rounding of the dot product."""
+
+
+def _recipes(context: Context) -> Iterator[Recipe]:
+    subject = context.subject
+    every = subject.launch.interface.differentiable
+    if not every:
+        return
+    base = Recipe("gradients", subject.base_dims(), cotangent="normal", wanted=every, seed=context.seed)
+    yield base
+    for wanted in _subsets(every):
+        yield replace(base, wanted=wanted)
+    for cotangent in inputs.cotangent_kinds(subject):
+        yield replace(base, cotangent=cotangent)
+        yield replace(base, cotangent=cotangent, dims=odd_dims(subject), wanted=every[-1:])
+    for draw in inputs.smooth_draws(subject):
+        yield replace(base, draw=draw)
+    for dims in list(sizes(context))[:: 3 if context.quick else 1]:
+        yield replace(base, dims=dims)
+    yield replace(base, dims=subject.largest_dims())
+    yield replace(base, layout="strided")
+    for seed in range(2 if context.quick else 4):
+        yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
+
+
+def _subsets(every: Sequence[str]) -> list[tuple[str, ...]]:
+    if len(every) < 2:
+        return []
+    alone = [(name,) for name in every]
+    return alone + [tuple(n for n in every if n != name) for name in every if len(every) > 2]
+
+
+def _check(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    if recipe.layout == DIRECTIONAL:
+        return _directional(context, recipe)
+    values = inputs.values(subject, recipe)
+    flowing = inputs.cotangents(subject, recipe)
+    exact = meaning.gradients(subject, values, flowing, recipe.wanted, "float64")
+    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
+    with context.launching():
+        found = subject.trained(values, flowing, recipe.wanted)
+    rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
+    for label, got, wanted, _ in rows:
+        if got.shape != wanted.shape:
+            return Failed(f"{label} has the shape {list(got.shape)} instead of {list(wanted.shape)}")
+    return accuracy.all_of(subject, recipe, rows)
+
+
+def _directional(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    values = inputs.values(subject, recipe)
+    flowing = inputs.cotangents(subject, recipe)
+    along = {n: inputs.direction(recipe, n, values[n]) for n in recipe.wanted}
+    slopes = meaning.directional(subject, values, along, STEP)
+    wanted = sum(float((s * c.double()).sum()) for s, c in zip(slopes, flowing, strict=True) if c is not None)
+    with context.launching():
+        found = subject.trained(values, flowing, recipe.wanted)
+    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
+    got, theirs = _dot(found, along), _dot(eager, along)
+    scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in eager.items())
+    unit = max(float(torch.finfo(g.dtype).eps) for g in eager.values())
+    allowed = SLACK * abs(theirs - wanted) + unit * scale + 1e-6 * scale
+    if not abs(got - wanted) <= allowed:
+        return Failed(f"along a direction the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})")
+    return Passed()
+
+
+def _dot(gradients: dict[str, Tensor], along: dict[str, Tensor]) -> float:
+    return sum(float((g.double() * along[n]).sum()) for n, g in gradients.items())
+
+
+STAGE = Sweep("gradients", 40, _recipes, _check)

@@ -1,0 +1,120 @@
+"""Results against float64, over the battery of values, the whole declared range of sizes, and every way to lie in memory.
+
+A refusal with a name is a pass only where the artifact never promised an answer: sizes outside the declared range, and
+layouts without a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from esper_ir.diagnostics import EsperError
+from gauntlet import accuracy, inputs, meaning
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.subject import Subject
+
+LAYOUT_REFUSALS = ("E0812", "E0821")
+RANGE_REFUSALS = ("E0813", "E0810")
+OUTSIDE = "outside"
+
+
+def _recipes(context: Context) -> Iterator[Recipe]:
+    subject = context.subject
+    base = Recipe("numerics", subject.base_dims(), seed=context.seed)
+    yield base
+    for draw in inputs.draws(subject, quick=context.quick):
+        yield replace(base, draw=draw)
+    for dims in sizes(context):
+        yield replace(base, dims=dims)
+    odd = odd_dims(subject)
+    for draw in inputs.draws(subject, quick=True):
+        yield replace(base, dims=odd, draw=draw, seed=context.seed + 1)
+    for layout in inputs.LAYOUTS:
+        yield replace(base, layout=layout)
+        yield replace(base, layout=layout, dims=odd)
+    for dims in _outside(subject):
+        yield replace(base, dims=dims, draw=OUTSIDE)
+    large = replace(base, dims=subject.largest_dims(), draw="normal")
+    yield large
+    if not context.quick:
+        yield replace(large, seed=context.seed + 1)
+        for seed in range(2, 6):
+            yield replace(base, seed=context.seed + seed)
+
+
+def sizes(context: Context) -> Iterator[dict[str, int]]:
+    """Every interesting size of each dim, the others as they are; then all small, and a few mixtures."""
+    subject = context.subject
+    base = subject.base_dims()
+    for name in base:
+        wanted = subject.sizes(name)
+        if context.quick:
+            wanted = [*wanted[:6], *wanted[6::4], *wanted[-1:]]
+        for size in dict.fromkeys(wanted):
+            yield {**base, name: size}
+    yield subject.least_dims()
+    if len(base) > 1:
+        yield odd_dims(subject)
+        spread = {name: subject.sizes(name) for name in base}
+        for turn in range(4 if context.quick else 12):
+            mixed = {n: s[(7 * turn + 3 * i) % len(s)] for i, (n, s) in enumerate(spread.items()) if s}
+            if subject.admits({**base, **mixed}):
+                yield {**base, **mixed}
+
+
+def odd_dims(subject: Subject) -> dict[str, int]:
+    """Sizes that no tile divides, where the range has such."""
+    return {name: subject.nearest(name, 37) for name in subject.base_dims()}
+
+
+def _outside(subject: Subject) -> Iterator[dict[str, int]]:
+    """Just outside the declared range of each dim."""
+    base = subject.base_dims()
+    for dim in subject.launch.interface.dims:
+        beyond = [dim.min - dim.multiple_of, dim.max + dim.multiple_of, *([dim.min + 1] if dim.multiple_of > 1 else [])]
+        for size in beyond:
+            dims = {**base, dim.name: size}
+            if size >= 0 and subject.elements(dims) <= 1 << 24:
+                yield dims
+
+
+def _check(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    values = inputs.values(subject, recipe)
+    if recipe.draw == OUTSIDE:
+        return _refused(context, values)
+    exact, eager = meaning.outputs(subject, values, "float64"), meaning.outputs(subject, values, "declared")
+    try:
+        with context.launching():
+            plain = subject.infer(values)
+            trained = subject.forward(values)[0] if subject.launch.interface.differentiable else plain
+    except EsperError as error:
+        if recipe.layout != "dense" and error.code in LAYOUT_REFUSALS:
+            return Passed()
+        raise
+    return accuracy.all_of(
+        subject,
+        recipe,
+        [
+            (name + phase, got, wanted, theirs)
+            for found, phase in ((plain, ""), (trained, " (training)"))
+            for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
+        ],
+    )
+
+
+def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:
+    try:
+        with context.launching():
+            context.subject.infer(values)
+    except EsperError as error:
+        if error.code in RANGE_REFUSALS:
+            return Passed()
+        return Failed(f"sizes outside the declared range: {error.code} instead of E0813")
+    return Failed("sizes outside the declared range are accepted")
+
+
+STAGE = Sweep("numerics", 30, _recipes, _check)

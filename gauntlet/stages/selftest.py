@@ -1,0 +1,92 @@
+"""Before anything is judged, the judge is: it must refuse answers that are certainly wrong.
+
+For the cases of the battery, and for every output and gradient, these are offered as answers: nothing done (the memory as
+it was), zeros, a copy of an input, a constant (the mean), the mean over the first axis, and the right answer to other
+values. An answer that happens to be right (zeros for a block that is zero there) proves nothing and is passed over; but
+each kind must be refused at least once where it is wrong, and must never be accepted where it is far off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gauntlet import accuracy, arena, inputs, meaning
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+
+FAR = 0.05
+"""Relative root mean square distance from the right answer that makes an answer certainly wrong."""
+
+
+def _recipes(context: Context) -> Iterator[Recipe]:
+    subject = context.subject
+    wanted = subject.launch.interface.differentiable
+    for draw in inputs.smooth_draws(subject):
+        yield Recipe("selftest", subject.base_dims(), draw, cotangent="normal" if wanted else "", seed=context.seed)
+
+
+def _check(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    other = replace(recipe, seed=recipe.seed + 1)
+    values, others = inputs.values(subject, recipe), inputs.values(subject, other)
+    wanted = subject.launch.interface.differentiable
+    exact = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "float64"), strict=True))
+    eager = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "declared"), strict=True))
+    elsewhere = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, others, "declared"), strict=True))
+    if recipe.cotangent:
+        flowing, flowing_other = inputs.cotangents(subject, recipe), inputs.cotangents(subject, other)
+        for name, grad in meaning.gradients(subject, values, flowing, wanted, "float64").items():
+            exact[f"d({name})"] = grad
+        for name, grad in meaning.gradients(subject, values, flowing, wanted, "declared").items():
+            eager[f"d({name})"] = grad
+        for name, grad in meaning.gradients(subject, others, flowing_other, wanted, "declared").items():
+            elsewhere[f"d({name})"] = grad
+    refused = 0
+    for name, right in exact.items():
+        if wrong := accuracy.one(subject, recipe, (name, eager[name], right, eager[name])):
+            return Failed(f"the rule refuses eager's own {name}: {wrong}")
+        for label, answer in _wrong_answers(recipe, eager[name], elsewhere[name], values):
+            if not _far(answer, right):
+                continue
+            refused += 1
+            if not accuracy.one(subject, recipe, (name, answer, right, eager[name])):
+                return Failed(f"the rule would accept {label} for {name}: this blueprint cannot be judged")
+    if not refused:
+        return Failed("no wrong answer is far from the right one: this blueprint cannot be judged with these values")
+    return Passed({"refused": refused})
+
+
+def _wrong_answers(
+    recipe: Recipe, right: Tensor, elsewhere: Tensor, values: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    poison = torch.empty_like(right)
+    arena.poison(poison, recipe.seed + 17)
+    yield "memory as it was", poison
+    yield "zeros", torch.zeros_like(right)
+    yield "the answer to other values", elsewhere
+    if right.is_floating_point():
+        yield "a constant", torch.full_like(right, float(right.double().mean()))
+        if right.dim() > 1:
+            yield "the mean of the first axis", right.double().mean(0, keepdim=True).expand_as(right).to(right.dtype)
+        yield "the right answer negated", -right
+        yield "the right answer shifted by one element", right.reshape(-1).roll(1).reshape(right.shape)
+    for name, value in values.items():
+        if value.numel() >= right.numel() and value.dtype is right.dtype:
+            yield f"a copy of {name}", value.reshape(-1)[: right.numel()].reshape(right.shape)
+
+
+def _far(answer: Tensor, right: Tensor) -> bool:
+    if not right.is_floating_point():
+        return bool((answer != right).any())
+    a, b = answer.double(), right.double()
+    if not torch.isfinite(b).all():
+        return False
+    if not torch.isfinite(a).all():
+        return True
+    return float((a - b).norm()) > FAR * float(b.norm())
+
+
+STAGE = Sweep("selftest", 20, _recipes, _check, shrink=False)
