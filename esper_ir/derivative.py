@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from esper_ir.scalar import BOOLEAN, Arg, Cast, Const, Expr, Prim, prim
 
 ZERO, ONE = Const(0.0), Const(1.0)
 
-FOLD: dict[str, Callable[..., float | bool]] = {
+FOLD: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "log": math.log,
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
+    "ge": operator.ge,
     "not": operator.not_, "and": lambda a, b: bool(a and b), "or": lambda a, b: bool(a or b),
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ def _shape(leaf: Leaf) -> list[int]:
 def _fans(shape: list[int]) -> tuple[int, int]:
     """(fan in, fan out) as torch.nn.init counts them: of a weight [out, in, ...]."""
     if len(shape) < 2:
-        return (shape[0] if shape else 1,) * 2
+        return (shape[0], shape[0]) if shape else (1, 1)
     receptive = math.prod(shape[2:])
     return shape[1] * receptive, shape[0] * receptive
 

@@ -58,6 +58,11 @@ class Emit(Protocol):
 InferRule = Callable[[Sequence[TensorType | Number], Attrs], tuple[TensorType, ...]]
 """Types of the outputs; raises EsperError (E02xx) with both shapes and the rule when they do not fit."""
 
+Operands = Sequence[Operand]
+Vals = Sequence[Val]
+Cotangents = Sequence[Val | None]
+Wanted = Sequence[bool]
+
 VjpRule = Callable[
     [Emit, Sequence[Operand], Sequence[Val], Sequence[Val | None], Attrs, Sequence[bool]],
     Sequence[Val | None],

@@ -138,7 +138,8 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
             f"{int(wrong.sum())} elements are inf or NaN on one side only; first at {list(at)}", at
         )
     finite = (kind == 0) & (meant == 0) & (plain == 0)
-    return _judge(*(torch.where(finite, t.double(), 0.0) for t in (result, fp64, eager)), accumulation, dtype)
+    own, wide, theirs = (torch.where(finite, t.double(), 0.0) for t in (result, fp64, eager))
+    return _judge(own, wide, theirs, accumulation, dtype)
 
 
 def _judge(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Comparison:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ SYMBOL = re.compile(r"(?!floordiv\Z)[A-Za-z_]\w{0,63}", re.ASCII)
 SECTIONS = {"inputs": "input", "params": "param", "buffers": "buffer", "constants": "constant"}
 INITIALISERS = {
     "zeros": {}, "ones": {}, "constant": {"value": None}, "normal": {"mean": 0.0, "std": 1.0},
-    "uniform": {"low": 0.0, "high": 1.0}, "eye": {}, "kaiming_uniform": {"a": math.sqrt(5.0)}, "xavier_uniform": {},
+    "uniform": {"low": 0.0, "high": 1.0}, "eye": {}, "kaiming_uniform": {"a": math.sqrt(5.0)},
+    "xavier_uniform": {},
 }  # fmt: skip
 """Kinds of initialisers with their numbers and defaults; None: must be given."""
 
@@ -378,7 +379,10 @@ def _block(key: str, rows: Sequence[str], brackets: str) -> str:
 
 def render(bp: Blueprint) -> str:
     """Readable JSON text: one line per leaf and node."""
-    dump: Callable[[Any], str] = lambda v: json.dumps(v, ensure_ascii=False)  # noqa: E731
+
+    def dump(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
     parts = []
     for key, value in to_json(bp).items():
         if isinstance(value, dict) and key != "metadata":

@@ -8,8 +8,23 @@ from collections.abc import Sequence
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.lazy import functional, torch
-from esper_ir.opdef import Attr, Attrs, Composite, Contraction, Emit, Number, OpDef, Operand, Sample, Val
-from esper_ir.ops.gradients import to, unbroadcast, up
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    Composite,
+    Contraction,
+    Cotangents,
+    Emit,
+    Number,
+    OpDef,
+    Operand,
+    Operands,
+    Sample,
+    Val,
+    Vals,
+    Wanted,
+)
+from esper_ir.ops.gradients import to, unbroadcast, up, val
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, broadcast, conflict, numel, same, tensor
 from esper_ir.types import Dim, TensorType
@@ -55,9 +70,11 @@ def _rows(emit: Emit, x: Val) -> Val:
     return emit("reshape", x, shape=(numel(x.type.shape[:-1]), x.type.shape[-1]))
 
 
-def _vjp_matmul(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_matmul(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     """da = g b^T, db = a^T g; a shared right operand sums over the batch inside one product."""
-    g, (a, b) = cotangents[0], inputs
+    g, a, b = cotangents[0], val(inputs[0]), val(inputs[1])
     found: list[Val | None] = [None, None]
     if g is None:
         return found
@@ -98,7 +115,9 @@ def _expand_linear(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Seque
     return (out if x.type.rank > 1 else emit("reshape", out, shape=(w.type.shape[0],)),)
 
 
-def _vjp_linear(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_linear(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     found: list[Val | None] = [None] * len(inputs)
     g, x, w = cotangents[0], only(inputs), only(inputs[1:])
     if g is None:
@@ -112,7 +131,7 @@ def _vjp_linear(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN0
         rows = [_rows(emit, v) for v in flat]
         found[1] = emit("matmul", _swapped(emit, rows[0]), rows[1], precision=precision)
     if len(inputs) > 2 and wanted[2]:
-        bias = inputs[2].type
+        bias = val(inputs[2]).type
         found[2] = to(emit, unbroadcast(emit, up(emit, g), bias), bias.dtype)
     return found
 

@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from esper_ir.derivative import differentiate, fold, is_const, mul
-from esper_ir.opdef import Attrs, Emit, Operand, Val, VjpRule
+from esper_ir.opdef import Attrs, Cotangents, Emit, Operand, Operands, Val, Vals, VjpRule, Wanted
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, substitute, walk
 from esper_ir.types import DType, TensorType
 
 # Scalar primitives whose operator has another name.
 OPERATOR = {"not": "logical_not", "and": "logical_and", "or": "logical_or", "xor": "logical_xor"}
 # Primitives that round nothing.
-EXACT = frozenset({"neg", "abs", "sign", "maximum", "minimum", "where", "floor", "ceil", "round", "trunc", "isnan"}) | {
-    "not", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor",
-}  # fmt: skip
+EXACT = frozenset({
+    "neg", "abs", "sign", "maximum", "minimum", "where", "floor", "ceil", "round", "trunc", "isnan", "not",
+    "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor",
+})  # fmt: skip
+
+
+def val(operand: Operand) -> Val:
+    """An operand that the shape rule has shown to be a value."""
+    assert isinstance(operand, Val)
+    return operand
 
 
 def to(emit: Emit, value: Val, dtype: DType) -> Val:
@@ -108,9 +115,8 @@ def pointwise_vjp(
     """Gradient rule of an element-by-element operator from its body, or from derivatives given by hand."""
 
     def rule(
-        emit: Emit, inputs: Sequence[Operand], outputs: Sequence[Val], cotangents: Sequence[Val | None], attrs: Attrs,
-        wanted: Sequence[bool],
-    ) -> Sequence[Val | None]:  # fmt: skip
+        emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+    ) -> Cotangents:
         g = cotangents[0]
         found: list[Val | None] = [None] * len(inputs)
         if g is None:

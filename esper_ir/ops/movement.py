@@ -6,8 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.opdef import Attr, Attrs, Composite, Emit, Movement, Number, OpDef, Operand, Sample, Val
-from esper_ir.ops.gradients import unbroadcast
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    Composite,
+    Cotangents,
+    Emit,
+    Movement,
+    Number,
+    OpDef,
+    Operand,
+    Operands,
+    Sample,
+    Val,
+    Vals,
+    Wanted,
+)
+from esper_ir.ops.gradients import unbroadcast, val
 from esper_ir.ops.rules import ONE, Shape, axes, axis, conflict, numel, same, show, tensor
 from esper_ir.types import Dim, TensorType
 
@@ -60,11 +75,13 @@ def _infer_reshape(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return (TensorType(x.dtype, attrs["shape"]),)
 
 
-def _vjp_reshape(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_reshape(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g = cotangents[0]
     if g is None or not wanted[0]:
         return [None]
-    shape = inputs[0].type.shape
+    shape = val(inputs[0]).type.shape
     return [g if g.type.shape == shape else emit("reshape", g, shape=shape)]
 
 
@@ -89,9 +106,11 @@ def _infer_expand(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return (TensorType(x.dtype, shape),)
 
 
-def _vjp_expand(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_expand(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g = cotangents[0]
-    return [None if g is None or not wanted[0] else unbroadcast(emit, g, inputs[0].type)]
+    return [None if g is None or not wanted[0] else unbroadcast(emit, g, val(inputs[0]).type)]
 
 
 def _resolve_permute(operands: Types, attrs: Attrs) -> dict[str, Any]:
@@ -107,7 +126,9 @@ def _infer_permute(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return (TensorType(x.dtype, tuple(x.shape[d] for d in attrs["dims"])),)
 
 
-def _vjp_permute(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_permute(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g = cotangents[0]
     if g is None or not wanted[0]:
         return [None]
@@ -158,7 +179,8 @@ def _unsqueezed(x: TensorType, attrs: Attrs) -> Shape:
 
 def _reshaping(
     name: str, shape: Callable[[TensorType, Attrs], Shape], params: tuple[Attr, ...],
-    reference: Callable[[Sequence[Any], Attrs], tuple[Any, ...]], rows: Sequence[tuple[tuple[int, ...], Attrs]],
+    reference: Callable[[Sequence[Any], Attrs], tuple[Any, ...]],
+    rows: Sequence[tuple[tuple[int, ...], Attrs]],
 ) -> OpDef:  # fmt: skip
     def infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         x = tensor(operands[0])
@@ -197,7 +219,9 @@ def _expand_transpose(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Se
     return (emit("permute", x, dims=_swap(x.type.rank, attrs)),)
 
 
-def _vjp_transpose(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_transpose(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g = cotangents[0]
     return [None if g is None or not wanted[0] else emit("permute", g, dims=_swap(g.type.rank, attrs))]
 
@@ -229,7 +253,8 @@ OPS = (
                lambda i, a: (i[0].flatten(a["start_dim"], a["end_dim"]),),
                [((2, 3, 4), {}), ((2, 3, 4), {"start_dim": 1}), ((2, 3, 4), {"end_dim": 1})]),
     _reshaping("squeeze", _squeezed, (Attr("dims", "ints", None, doc="axes of size 1 to drop; null: all"),),
-               _squeeze_reference, [((2, 1, 4, 1), {}), ((2, 1, 4), {"dims": (1,)}), ((2, 1, 4), {"dims": (0, -2)})]),
+               _squeeze_reference,
+               [((2, 1, 4, 1), {}), ((2, 1, 4), {"dims": (1,)}), ((2, 1, 4), {"dims": (0, -2)})]),
     _reshaping("unsqueeze", _unsqueezed, (Attr("dim", "int"),), lambda i, a: (i[0].unsqueeze(a["dim"]),),
                [((2, 3), {"dim": 1}), ((2, 3), {"dim": -1}), ((), {"dim": 0})]),
 )  # fmt: skip

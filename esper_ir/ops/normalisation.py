@@ -9,8 +9,22 @@ from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.lazy import functional
-from esper_ir.opdef import Attr, Attrs, Composite, Emit, Number, OpDef, Operand, Sample, Val
-from esper_ir.ops.gradients import to, unbroadcast, up
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    Composite,
+    Cotangents,
+    Emit,
+    Number,
+    OpDef,
+    Operand,
+    Operands,
+    Sample,
+    Val,
+    Vals,
+    Wanted,
+)
+from esper_ir.ops.gradients import to, unbroadcast, up, val
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import accept, resolve_dim, same, tensor
 from esper_ir.types import DType, TensorType
@@ -44,7 +58,9 @@ def _log_softmax(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequenc
     return (to(emit, emit("sub", shifted, total), x.type.dtype),)
 
 
-def _vjp_softmax(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_softmax(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     """y (g - sum(g y))."""
     if cotangents[0] is None or not wanted[0]:
         return [None]
@@ -55,7 +71,9 @@ def _vjp_softmax(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN
     return [to(emit, emit("sub", gy, inner), x.type.dtype)]
 
 
-def _vjp_log_softmax(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_log_softmax(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     """g - exp(y) sum(g)."""
     if cotangents[0] is None or not wanted[0]:
         return [None]
@@ -142,14 +160,16 @@ def _expand_norm(centre: bool) -> Any:
 def _vjp_norm(centre: bool) -> Any:
     """With h = g * weight: rstd (h - mean(h x_hat) x_hat), minus the mean of h when centred."""
 
-    def rule(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+    def rule(
+        emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+    ) -> Cotangents:
         found: list[Val | None] = [None] * len(inputs)
         if cotangents[0] is None:
             return found
         x, g = only(inputs), up(emit, cotangents[0])
         hat, rstd = _normalised(emit, x, attrs, centre)
         if wanted[0]:
-            h = emit("mul", g, up(emit, inputs[1])) if len(inputs) > 1 else g
+            h = emit("mul", g, up(emit, val(inputs[1]))) if len(inputs) > 1 else g
             dims = _trailing(x, attrs)
             along = emit("mean", emit("mul", h, hat), dims=dims, keepdim=True)
             inner = emit("sub", h, emit("mul", hat, along))
@@ -157,10 +177,10 @@ def _vjp_norm(centre: bool) -> Any:
                 inner = emit("sub", inner, emit("mean", h, dims=dims, keepdim=True))
             found[0] = to(emit, emit("mul", inner, rstd), x.type.dtype)
         if len(inputs) > 1 and wanted[1]:
-            w = inputs[1].type
+            w = val(inputs[1]).type
             found[1] = to(emit, unbroadcast(emit, emit("mul", g, hat), w), w.dtype)
         if len(inputs) > 2 and wanted[2]:
-            b = inputs[2].type
+            b = val(inputs[2]).type
             found[2] = to(emit, unbroadcast(emit, g, b), b.dtype)
         return found
 
@@ -199,7 +219,7 @@ def _norm(name: str, centre: bool, eps: float | None) -> OpDef:
         name=name, infer=_infer_norm, reference=reference, vjp=_vjp_norm(centre),
         lowering=Composite(_expand_norm(centre)), samples=_norm_samples(most), arity=(1, most),
         params=(
-            Attr("normalized_shape", "shape", None, doc="trailing sizes to normalise over; null: the last axis"),
+            Attr("normalized_shape", "shape", None, doc="trailing sizes to normalise; null: the last axis"),
             Attr("eps", "float", eps, doc="added to the mean square; null: the machine epsilon of the dtype"),
         ),
         cost=lambda i, o, a: o[0].numel * (8 if centre else 5), resolve=_resolve_norm,

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from esper_ir.derivative import FLAT, UNARY
 from esper_ir.lazy import torch
-from esper_ir.opdef import Attr, Attrs, NotDifferentiable, Number, OpDef, Pointwise, Sample, Tolerance
-from esper_ir.ops.gradients import Derivatives, pointwise_vjp, to
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    Cotangents,
+    Emit,
+    NotDifferentiable,
+    Number,
+    OpDef,
+    Operands,
+    Pointwise,
+    Sample,
+    Tolerance,
+    Vals,
+    Wanted,
+)
+from esper_ir.ops.gradients import Derivatives, pointwise_vjp, to, val
 from esper_ir.ops.rules import call, elementwise, pointwise_cost, tensor, torch_dtype
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, prim, walk
 from esper_ir.types import TensorType
@@ -24,6 +39,10 @@ def samples(
     """One case per shape in float32, and the first shape in the other dtypes."""
     kinds = [("float32", s) for s in SHAPES] + [(d, SHAPES[0]) for d in dtypes]
     return tuple(Sample((TensorType.of(d, s),), dict(attrs or {}), low, high) for d, s in kinds)
+
+
+def _always(derivatives: tuple[Expr, ...], attrs: Attrs) -> tuple[Expr, ...]:
+    return derivatives
 
 
 def unary(
@@ -48,7 +67,8 @@ def unary(
     """
     made: Callable[[Attrs], Expr] = body or (lambda attrs: prim(name, X))
     if body is None and derivatives is None and name in UNARY:
-        derivatives = lambda attrs: (UNARY[name](X, Arg(1)),)  # noqa: E731
+        short = UNARY[name](X, Arg(1))
+        derivatives = partial(_always, (short,))
     weight = sum(
         isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(cases[0])))
     )
@@ -71,9 +91,11 @@ def _infer_cast(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[
     return (TensorType(attrs["dtype"], tensor(operands[0]).shape),)
 
 
-def _vjp_cast(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_cast(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g = cotangents[0]
-    return [None if g is None or not wanted[0] else to(emit, g, inputs[0].type.dtype)]
+    return [None if g is None or not wanted[0] else to(emit, g, val(inputs[0]).type.dtype)]
 
 
 def _cast_sample(source: str, target: str) -> Sample:
@@ -147,11 +169,13 @@ OPS = (
           derivatives=lambda a: (prim("div", 1.0, prim("mul", X, math.log(10.0))),)),
     unary("frac", _frac, out="same", accepts="float"),
     unary("clamp", _clamp, out="same", accepts="number", derivatives=_clamp_derivative,
-          params=(Attr("min", "number", None, doc="lower bound"), Attr("max", "number", None, doc="upper bound")),
+          params=(Attr("min", "number", None, doc="lower bound"),
+                  Attr("max", "number", None, doc="upper bound")),
           cases=({"min": -0.5, "max": 1.0}, {"min": 0.0}, {"max": 0.25}),
           reference=lambda i, a: (torch.clamp(i[0], a["min"], a["max"]),)),
     *(unary(n, low=-2.0, high=2.0) for n in (
-        "exp", "exp2", "expm1", "sin", "cos", "sinh", "cosh", "tanh", "asinh", "atan", "erf", "erfc", "sigmoid")),
+        "exp", "exp2", "expm1", "sin", "cos", "sinh", "cosh", "tanh", "asinh", "atan", "erf", "erfc",
+        "sigmoid")),
     unary("tan", low=-1.2, high=1.2),
     *(unary(n, low=0.1, high=5.0) for n in ("log", "log2", "sqrt", "rsqrt")),
     unary("log1p", low=-0.5, high=4.0),

@@ -7,20 +7,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper_ir.lazy import torch
-from esper_ir.opdef import (
+from esper_ir.opdef import (  # fmt: skip
     Attr,
     Attrs,
     Composite,
+    Cotangents,
     Emit,
     Lowering,
     Number,
     OpDef,
     Operand,
+    Operands,
     Reduction,
     Sample,
     Tolerance,
     Val,
-)  # fmt: skip
+    Vals,
+    Wanted,
+)
 from esper_ir.ops.gradients import broadcast_to, restore, to, up
 from esper_ir.ops.rules import accept, numel, reduced, resolve_dims, tensor
 from esper_ir.types import Dim, DType, TensorType
@@ -77,14 +81,18 @@ def reduction_samples(low: float = -2.0, high: float = 2.0, dtypes: Sequence[str
     return tuple(Sample((TensorType.of(d, s),), {**a, **(extra or {})}, low, high) for d, s, a in rows)
 
 
-def _vjp_sum(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_sum(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
     return [broadcast_to(emit, restore(emit, g, x.type, attrs["dims"], attrs["keepdim"]), x.type)]
 
 
-def _vjp_mean(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_mean(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
@@ -92,7 +100,9 @@ def _vjp_mean(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001
     return [broadcast_to(emit, emit("div", g, count(emit, x.type, attrs["dims"], g.type.dtype)), x.type)]
 
 
-def _vjp_extremum(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_extremum(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     """Elements that are equal to the extremum share its cotangent, as torch's amax does."""
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
@@ -105,7 +115,9 @@ def _vjp_extremum(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: AN
     return [to(emit, emit("where", hit, each, 0.0), x.type.dtype)]
 
 
-def _vjp_prod(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_prod(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     """Product of the others: of all divided by the element, or of the rest where the element is the only
     zero.
     """
@@ -135,7 +147,8 @@ def _prod_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 
 
 def _reduction(name: str, kind: Reduction, vjp: Any, samples: tuple[Sample, ...], *, accepts: str = "any",
-               widen: bool = False, reference: Any = None, tolerance: Tolerance | None = None) -> OpDef:  # fmt: skip
+               widen: bool = False, reference: Any = None,
+               tolerance: Tolerance | None = None) -> OpDef:  # fmt: skip
     return OpDef(
         name=name, infer=_infer(accepts, widen), reference=reference or _torch(name), vjp=vjp, lowering=kind,
         samples=samples, arity=(1, 1), params=(DIMS, KEEPDIM), cost=_cost, resolve=resolve_dims,
@@ -178,7 +191,9 @@ def _vjp_spread(root: bool) -> Any:
     0.
     """
 
-    def rule(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+    def rule(
+        emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+    ) -> Cotangents:
         g, x = cotangents[0], only(inputs)
         if g is None or not wanted[0]:
             return [None]
@@ -206,7 +221,9 @@ def _expand_logsumexp(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Se
     return (to(emit, emit("add", emit("log", total), base), only(inputs).type.dtype),)
 
 
-def _vjp_logsumexp(emit, inputs, outputs, cotangents, attrs, wanted):  # noqa: ANN001, ANN202
+def _vjp_logsumexp(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
@@ -240,10 +257,12 @@ PRODUCT = Tolerance(4.0, "every factor adds its relative error")
 
 OPS = (
     _reduction("sum", Reduction("sum"), _vjp_sum, reduction_samples(dtypes=INTEGER), widen=True),
-    _reduction("mean", Reduction("sum", mean=True), _vjp_mean, reduction_samples(empty=False), accepts="float"),
+    _reduction("mean", Reduction("sum", mean=True), _vjp_mean, reduction_samples(empty=False),
+               accepts="float"),
     _reduction("amax", Reduction("max"), _vjp_extremum, reduction_samples(dtypes=INTEGER, empty=False)),
     _reduction("amin", Reduction("min"), _vjp_extremum, reduction_samples(dtypes=INTEGER, empty=False)),
-    _reduction("prod", Reduction("prod"), _vjp_prod, reduction_samples(0.7, 1.3, ("bfloat16", "float64", "int64")),
+    _reduction("prod", Reduction("prod"), _vjp_prod,
+               reduction_samples(0.7, 1.3, ("bfloat16", "float64", "int64")),
                widen=True, reference=_prod_reference, tolerance=PRODUCT),
     _composite("var", _expand_var, _vjp_spread(False), SPREAD, (CORRECTION,), _spread("var")),
     _composite("std", _expand_std, _vjp_spread(True), SPREAD, (CORRECTION,), _spread("std")),
