@@ -36,7 +36,9 @@ def _log_of_softmax(blueprint: Blueprint, graph: Graph) -> Iterator[Diagnostic]:
 def _long_half_accumulation(blueprint: Blueprint, graph: Graph) -> Iterator[Diagnostic]:
     for node in graph:
         if node.op == "cumsum" and node.types[0].dtype.itemsize == 2:
-            yield Diagnostic("E0503", "a running sum in 16 bits", node=node.id, level="warning", hint="cast first")
+            yield Diagnostic(
+                "E0503", "a running sum in 16 bits", node=node.id, level="warning", hint="cast first"
+            )
 
 
 CHECKS = (_dead_parameters, _log_of_softmax, _long_half_accumulation)

@@ -76,7 +76,9 @@ class BodyBuilder:
     def _movement(self, node: Node) -> None:
         source = node.tensors[0]
         inside = source in self.names
-        self.names[node.id] = self.names[source] if inside else self.load(node.id, self.group.placements[node.id])
+        self.names[node.id] = (
+            self.names[source] if inside else self.load(node.id, self.group.placements[node.id])
+        )
 
     def _pointwise(self, node: Node) -> None:
         low = OPS[node.op].lowering
@@ -201,7 +203,11 @@ def collapse(
     merged: list[list[int]] = []
     for axis in axes:
         previous = merged[-1] if merged else None
-        if previous is not None and axis[0] != barrier and all(_joins(a, previous[-1], axis[0], space) for a in accesses):
+        if (
+            previous is not None
+            and axis[0] != barrier
+            and all(_joins(a, previous[-1], axis[0], space) for a in accesses)
+        ):
             previous.append(axis[0])
         else:
             merged.append(list(axis))
@@ -219,5 +225,3 @@ def _joins(access: Access, outer: int, inner: int, space: tuple[Dim, ...]) -> bo
     if access.partial:
         return True
     return access.strides[outer] == access.strides[inner] * space[inner]
-
-

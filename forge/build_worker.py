@@ -1,6 +1,6 @@
 """Runs in a sandboxed worker: Triton text to PTX for each kernel, one joined module to a cubin.
 
-Reads a request (JSON), returns a response (JSON); imports Triton only here. Nothing of the environment reaches it but
+Requests and answers are JSON; Triton is imported only here. Nothing of the environment reaches it but
 what the sandbox lets through.
 """
 
@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import subprocess
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,26 @@ from forge.ptx import join
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Response: {"cubin"|"blobs": base64, "ptx": text, "kernels": {entry: metadata}, "toolchain": {...}}."""
-    folder = Path(request["workdir"])
+    """`stage` "compile": {"code": {entry: PTX text or base64 of an hsaco}, "kernels": {entry: facts}, "triton": version}.
+    `stage` "assemble" (from PTX texts): {"cubin": base64, "ptx": text, "usage": {entry: registers, spills}, "ptxas"}.
+    """
+    folder = Path(tempfile.mkdtemp())
+    if request["stage"] == "assemble":
+        return _assemble(join(request["texts"]), request, folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     import triton
 
-    started = time.perf_counter()
-    built = [_compile(kernel, request, folder) for kernel in request["kernels"]]
-    compiled = time.perf_counter()
-    out: dict[str, Any] = {
-        "kernels": {k["entry"]: meta for k, (_, meta) in zip(request["kernels"], built, strict=True)},
-        "toolchain": {"triton": triton.__version__},
-        "seconds": {"triton": compiled - started},
+    built = {k["entry"]: _compile(k, request, folder) for k in request["kernels"]}
+    code = {
+        entry: c if isinstance(c, str) else base64.b64encode(c).decode() for entry, (c, _) in built.items()
     }
-    if request["backend"] == "hip":
-        blobs = {k["entry"]: base64.b64encode(b).decode() for k, (b, _) in zip(request["kernels"], built, strict=True)}
-        return {**out, "blobs": blobs}
-    ptx = join([text for text, _ in built])
-    cubin, version, usage = _assemble(ptx, request, folder)
-    out["toolchain"]["ptxas"] = version
-    out["seconds"]["ptxas"] = time.perf_counter() - compiled
-    for entry, numbers in usage.items():
-        out["kernels"][entry].update(numbers)
-    return {**out, "ptx": ptx, "cubin": base64.b64encode(cubin).decode()}
+    return {
+        "code": code,
+        "kernels": {e: facts for e, (_, facts) in built.items()},
+        "triton": triton.__version__,
+    }
 
 
 def _compile(kernel: dict[str, Any], request: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -71,17 +66,30 @@ def _compile(kernel: dict[str, Any], request: dict[str, Any], folder: Path) -> t
     return done.asm["hsaco" if request["backend"] == "hip" else "ptx"], facts
 
 
-def _assemble(ptx: str, request: dict[str, Any], folder: Path) -> tuple[bytes, str, dict[str, dict[str, int]]]:
+def _assemble(ptx: str, request: dict[str, Any], folder: Path) -> dict[str, Any]:
     ptxas = _ptxas(request["ptxas"])
     # Relative names: what ptxas writes must not depend on where it ran.
     (folder / "module.ptx").write_text(ptx)
-    command = [str(ptxas), "-v", f"--gpu-name={request['proc']}", *request["ptxas_flags"], "module.ptx", "-o", "module.cubin"]
+    command = [
+        str(ptxas),
+        "-v",
+        f"--gpu-name={request['proc']}",
+        *request["ptxas_flags"],
+        "module.ptx",
+        "-o",
+        "module.cubin",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         raise EsperError("E0544", f"ptxas failed: {done.stderr.strip()[-400:]}", node=request["proc"])
     version = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True).stdout
     named = re.search(r"V(\d+\.\d+\.\d+)", version)
-    return (folder / "module.cubin").read_bytes(), named.group(1) if named else "unknown", _usage(done.stderr)
+    return {
+        "cubin": base64.b64encode((folder / "module.cubin").read_bytes()).decode(),
+        "ptx": ptx,
+        "usage": _usage(done.stderr),
+        "ptxas": named.group(1) if named else "unknown",
+    }
 
 
 def _ptxas(name: str) -> Path:
@@ -98,7 +106,9 @@ def _usage(log: str) -> dict[str, dict[str, int]]:
     out: dict[str, dict[str, int]] = {}
     entry = ""
     for line in log.splitlines():
-        named = re.search(r"Compiling entry function '(\w+)'", line) or re.search(r"Function properties for (\w+)", line)
+        named = re.search(r"Compiling entry function '(\w+)'", line) or re.search(
+            r"Function properties for (\w+)", line
+        )
         entry = named.group(1) if named else entry
         spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
         if spill and entry:

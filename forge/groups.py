@@ -120,7 +120,9 @@ class Matcher:
                 continue
             at = lead + axis
             if at < 0 or group.space[at] != size or at in out:
-                return Rejected("space", f"{node.id} has shape {_show(shape)}, the group {_show(group.space)}")
+                return Rejected(
+                    "space", f"{node.id} has shape {_show(shape)}, the group {_show(group.space)}"
+                )
             out[axis] = at
         known = [a for a in out if a is not None]
         if known != sorted(set(known)):
@@ -155,7 +157,9 @@ class Matcher:
             return Rejected("kind", "a contraction's tile does not hold whole rows")
         source = self._operand(group, node.tensors[0])
         if source is None:
-            return Rejected("space", f"{node.tensors[0]} does not lie in the group's space {_show(group.space)}")
+            return Rejected(
+                "space", f"{node.tensors[0]} does not lie in the group's space {_show(group.space)}"
+            )
         dims = set(node.attr("dims"))
         axes = {source[d] for d in dims} - {None}
         rank = len(group.space)
@@ -163,15 +167,23 @@ class Matcher:
         before = axes == set(range(max(axes) + 1)) if axes else False
         split = min(axes) if over else max(axes) + 1 if before else None
         if split is None or (group.split is not None and split != group.split):
-            return Rejected("axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}")
+            return Rejected(
+                "axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}"
+            )
         kept = [a for i, a in enumerate(source) if i not in dims]
         both = {"row", "col"} == self._kinds(group) | {"row" if over else "col"}
         if both and _long(group.space[split:]):
-            return Rejected("length", "row and column reductions need the row in registers, and it is too long")
+            return Rejected(
+                "length", "row and column reductions need the row in registers, and it is too long"
+            )
         full = set(source) - {None} == set(range(rank))
         if not full:
             return Rejected("broadcast", f"{node.tensors[0]} is broadcast along the axes it is reduced over")
-        return tuple(None if i in dims else a for i, a in enumerate(source)) if node.attr("keepdim") else tuple(kept)
+        return (
+            tuple(None if i in dims else a for i, a in enumerate(source))
+            if node.attr("keepdim")
+            else tuple(kept)
+        )
 
     def _kinds(self, group: Group) -> set[str]:
         """Directions in which the group reduces already."""

@@ -12,7 +12,7 @@ from forge.groups import Group
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, partition
 from forge.passes.phases import Phase
-from forge.plan import KernelPlan
+from forge.plan import KernelPlan, MatmulTile
 from forge.target import Target
 from forge.templates import matmul, rows
 from forge.views import dense_strides
@@ -121,7 +121,7 @@ class _Lowerer:
         if self.target.kind != "cpu":
             variants.append(Variant(guard, self.kernels.add(plan, ALIGNED, divisible)))
         if self.target.kind == "cpu" or check or divisible:
-            variants.append(Variant(Guard(), self.kernels.add(plan, GENERAL, False)))
+            variants.append(Variant(Guard(), self.kernels.add(_general(plan), GENERAL, False)))
         args = [Argument("buffer", n) for n in numbers] + [Argument("size", s) for s in plan.sizes]
         return KernelStep(group, tuple(variants), tuple(args), launch.grid)
 
@@ -133,6 +133,16 @@ class _Lowerer:
         return LaunchView(
             self.number(operand.value, temps), tuple(size_of(s) for s in operand.shape), operand.permute
         )
+
+
+def _general(plan: KernelPlan) -> KernelPlan:
+    """The same grid and order of sums with a short step along the contracted axis: without alignment every element is
+    a load of its own, and a long step would only spill registers.
+    """
+    tile = plan.tile
+    if not isinstance(tile, MatmulTile):
+        return plan
+    return replace(plan, tile=replace(tile, block_k=min(tile.block_k, 16), stages=min(tile.stages, 2)))
 
 
 def _symbolic_run(plan: KernelPlan) -> bool:
@@ -222,7 +232,9 @@ def _copy(low: _Lowerer, parts: Partition, value: str, name: str) -> tuple[Launc
     return launch, Temp(kind.dtype, kind.shape), copy.id
 
 
-def buckets(dims: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int, int]]) -> list[dict[str, Bound]]:
+def buckets(
+    dims: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int, int]]
+) -> list[dict[str, Bound]]:
     """One bucket per tuned size of each dim (product over dims), cut at the geometric mean of neighbours."""
     out: list[dict[str, Bound]] = [{}]
     for name, tuned in dims.items():
@@ -238,5 +250,3 @@ def buckets(dims: Mapping[str, tuple[int, ...]], ranges: Mapping[str, tuple[int,
 def same_work(a: Plan, b: Plan) -> bool:
     """Two plans that differ in their bucket only."""
     return replace(a, bucket=()) == replace(b, bucket=())
-
-

@@ -38,13 +38,18 @@ def version_key(work: Work, built: Built, launch: Mapping[str, Any], interface: 
     )
 
 
-def interface_of(blueprint: Blueprint, lowerings_types: Mapping[str, Any], wanted: tuple[str, ...]) -> Interface:
+def interface_of(
+    blueprint: Blueprint, lowerings_types: Mapping[str, Any], wanted: tuple[str, ...]
+) -> Interface:
     """Inputs in blueprint order, outputs with their inferred types, and the axis each dim is read from."""
     from_leaves = tuple(
-        TensorSpec(v.name, v.kind, v.type.dtype.value, tuple(size_of(s) for s in v.type.shape)) for v in blueprint.leaves
+        TensorSpec(v.name, v.kind, v.type.dtype.value, tuple(size_of(s) for s in v.type.shape))
+        for v in blueprint.leaves
     )
     outputs = tuple(
-        TensorSpec(o, "output", lowerings_types[o].dtype.value, tuple(size_of(s) for s in lowerings_types[o].shape))
+        TensorSpec(
+            o, "output", lowerings_types[o].dtype.value, tuple(size_of(s) for s in lowerings_types[o].shape)
+        )
         for o in blueprint.outputs
     )
     dims = tuple(_source(blueprint, name) for name in blueprint.dims)
@@ -62,7 +67,9 @@ def _source(blueprint: Blueprint, name: str) -> DimSource:
 
 def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:
     """Operators of libraries that the plans call."""
-    calls = {s.op for low in lowerings for _, group in low.lowered for s in group.steps if isinstance(s, Call)}
+    calls = {
+        s.op for low in lowerings for _, group in low.lowered for s in group.steps if isinstance(s, Call)
+    }
     return sorted(calls)
 
 

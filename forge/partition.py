@@ -86,7 +86,9 @@ def _home(
             out.refusals.append(Refusal(node.id, group.name, placement))
             continue
         if matcher.reaches(group, node, owner):
-            out.refusals.append(Refusal(node.id, group.name, Rejected("cycle", "an operand needs the group's result")))
+            out.refusals.append(
+                Refusal(node.id, group.name, Rejected("cycle", "an operand needs the group's result"))
+            )
             continue
         matcher.join(group, node, placement)
         return group

@@ -50,7 +50,9 @@ def differentiate(work: Work) -> Work:
     assert work.graph is not None
     wanted = work.blueprint.differentiable
     if wanted is None:
-        floating = [v for v in work.blueprint.leaves if v.kind in ("input", "param") and v.type.dtype.is_floating]
+        floating = [
+            v for v in work.blueprint.leaves if v.kind in ("input", "param") and v.type.dtype.is_floating
+        ]
         wanted = tuple(v.name for v in floating)
     if not wanted:
         return work
@@ -152,11 +154,12 @@ PIPELINES = {p.name: p for p in (FAST,)}
 
 
 def pipeline(name: str) -> Pipeline:
-    """By name; E0511 names the known ones."""
+    """By name; E0513 names the known ones."""
     if name not in PIPELINES:
         raise EsperError(
-            "E0511", f"unknown pipeline {name!r}", hint=f"one of: {', '.join(PIPELINES)}", exit_code=EXIT_USAGE
+            "E0513",
+            f"unknown pipeline {name!r}",
+            hint=f"one of: {', '.join(PIPELINES)}",
+            exit_code=EXIT_USAGE,
         )
     return PIPELINES[name]
-
-

@@ -253,7 +253,8 @@ def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     row_level = {s.name: level[s.name] for s in plan.body if isinstance(s, Reduce) and s.axis == "row"}
     last = max(row_level.values(), default=0)
     tail = any(
-        (isinstance(s, Store) and "c" in axes[s.value]) or (isinstance(s, Reduce) and s.axis == "col") for s in plan.body
+        (isinstance(s, Store) and "c" in axes[s.value]) or (isinstance(s, Reduce) and s.axis == "col")
+        for s in plan.body
     )
     sweeps = [_phase(plan, axes, level, row_level, depth) for depth in range(last)]
     if tail or not sweeps:

@@ -15,7 +15,10 @@ _HEADER = re.compile(r"^\s*\.(version|target|address_size)\b.*$", re.MULTILINE)
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+(\w+)\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?)?\s+\w+")
 _SHARED = re.compile(r"^\s*\.extern\s+\.shared\b.*;\s*$", re.MULTILINE)
-_SYMBOL = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?\b(\w+)\s*(?:\[[^\]]*\])*\s*[=;]", re.MULTILINE)
+_SYMBOL = re.compile(
+    r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?\b(\w+)\s*(?:\[[^\]]*\])*\s*[=;]",
+    re.MULTILINE,
+)
 _KINDS = {"u64": ("ptr", 8), "b64": ("ptr", 8), "u32": ("i32", 4), "b32": ("i32", 4), "s32": ("i32", 4)}
 
 
@@ -55,7 +58,9 @@ def join(modules: list[str]) -> str:
         owner = entries(text)[0].name
         for symbol in dict.fromkeys(_SYMBOL.findall(body)):
             body = re.sub(rf"\b{re.escape(symbol)}\b", f"{symbol}__{owner}", body)
-        bodies.append("\n".join(line for line in body.splitlines() if line.strip() and not line.startswith("//")))
+        bodies.append(
+            "\n".join(line for line in body.splitlines() if line.strip() and not line.startswith("//"))
+        )
     return "\n".join([*header, *dict.fromkeys(shared), *bodies]) + "\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +13,19 @@ from typing import Any
 
 import esper_ir.canonical as canonical
 import esper_ir.text as text
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint
+from forge.ctoolchain import find_compiler
+from forge.emit import c as emit_c
+from forge.emit.triton import emit_kernel
+from forge.emit.triton_scalars import preamble
 from forge.pass_manager import run
 from forge.pipelines import pipeline
 from forge.target import resolve
 from forge.work import Work
 from library.canon import canonical_json
 from library.store import Library
+from runtime.sandbox import levels_here
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,9 @@ def compile_blueprint(
         for name in pipelines:
             started = time.perf_counter()
             work = Work(blueprint, target, pipeline(name).name)
-            work = run(pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}"))
+            work = run(
+                pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}")
+            )
             out.append(_store(work, library, time.perf_counter() - started))
     return out
 
@@ -74,7 +84,9 @@ def front(blueprint: Blueprint, target_name: str, name: str = "fast") -> Work:
     """The work up to the plans, without building: for `explain` and `print`."""
     chosen = pipeline(name)
     steps = tuple(s for s in chosen.steps if s[0] not in ("build", "package"))
-    return run(type(chosen)(chosen.name, chosen.summary, steps), Work(blueprint, resolve(target_name), chosen.name))
+    return run(
+        type(chosen)(chosen.name, chosen.summary, steps), Work(blueprint, resolve(target_name), chosen.name)
+    )
 
 
 def _store(work: Work, library: Library, seconds: float) -> CompileResult:
@@ -87,11 +99,15 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
         "seconds": {k: round(v, 4) for k, v in work.seconds.items()},
         "toolchain": dict(work.built.toolchain),
     }
-    side = {**work.built.side_files, "plans.txt": _plans(work).encode(), "provenance.json": canonical_json(provenance)}
+    side = {
+        **work.built.side_files,
+        "plans.txt": _plans(work).encode(),
+        "provenance.json": canonical_json(provenance),
+    }
     record = library.put_artifact(work.container, side_files=side, provenance=provenance)
     steps = [s for low in work.lowerings for s in low.plan.steps]
     return CompileResult(
-        artifact_id=record.artifact_id,
+        artifact_id=record.id,
         blueprint_id=blueprint_id,
         target=work.target.name,
         pipeline=work.pipeline,
@@ -111,3 +127,80 @@ def _plans(work: Work) -> str:
 def as_json(result: CompileResult) -> dict[str, Any]:
     """A row of `artifacts` in the command's document."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in result.__dict__.items()}
+
+
+def kernel_text(work: Work) -> str:
+    """Triton or C text of every kernel of a work that has its plans."""
+    plans = tuple(s.plan for s in work.kernels.by_key.values())
+    if work.target.kind == "cpu":
+        return emit_c.emit_module(plans, work.target)
+    return preamble(False) + "\n\n" + "\n\n".join(emit_kernel(p) for p in plans)
+
+
+def key_differences(library: Library, first: str, second: str) -> list[dict[str, Any]]:
+    """Fields of the key (blueprint, target, pipeline, toolchain, interface, choices) in which two artifacts differ."""
+    a, b = (
+        library.load(library.resolve(i).id, allow_unvalidated=True).container.manifest
+        for i in (first, second)
+    )
+    fields = (
+        "format",
+        "blueprint",
+        "target",
+        "pipeline",
+        "objective",
+        "toolchain",
+        "determinism",
+        "launch",
+        "externs",
+    )
+    rows = []
+    for field in fields:
+        if a[field] != b[field]:
+            rows += [
+                {"field": name, "first": x, "second": y} for name, x, y in _differ(field, a[field], b[field])
+            ]
+    return rows
+
+
+def _differ(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
+    """Leaves that differ, by dotted path."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys = sorted(set(a) | set(b))
+        return [d for k in keys if a.get(k) != b.get(k) for d in _differ(f"{path}.{k}", a.get(k), b.get(k))]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [
+            d
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            if x != y
+            for d in _differ(f"{path}[{i}]", x, y)
+        ]
+    return [(path, a, b)]
+
+
+def checkup(library: Path | None) -> list[dict[str, Any]]:
+    """What compiling needs, each with what was found and whether it is needed on this machine."""
+    found = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    compiler = find_compiler()
+    rows = [
+        {
+            "check": "triton",
+            "ok": bool(found),
+            "needed": True,
+            "found": found or "missing: pip install esper-forge[forge]",
+        },
+        {
+            "check": "c compiler",
+            "ok": compiler is not None,
+            "needed": False,
+            "found": str(compiler or "missing"),
+        },
+        {"check": "sandbox", "ok": True, "needed": False, "found": levels_here()[-1]},
+        {"check": "target auto", "ok": True, "needed": True, "found": resolve("auto").name},
+    ]
+    try:
+        with Library.open(library, roles=("compiler",)) as store:
+            rows.append({"check": "library", "ok": True, "needed": True, "found": str(store.path)})
+    except EsperError as error:
+        rows.append({"check": "library", "ok": False, "needed": True, "found": str(error)})
+    return rows

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -21,6 +23,7 @@ from runtime.sandbox import Limits, run_worker
 # Contraction of a*b+c to one rounding: stated, because Triton's default changes between versions.
 FP_FUSION = True
 SCRATCH_POINTERS = 2
+KERNELS_PER_WORKER = 4
 BUILD_LIMITS = Limits(seconds=600.0, memory_bytes=8 << 30)
 
 
@@ -39,7 +42,12 @@ def _build_c(sources: tuple[KernelSource, ...], target: Target) -> Built:
     text = emit_c.emit_module(tuple(s.plan for s in sources), target)
     done = compile_c(text, target)
     kernels = tuple(Kernel(s.plan.name, "module", s.plan.name, _params(s.plan)) for s in sources)
-    toolchain = {"compiler": done.version, "flags": list(done.flags), "march": target.arch, "fp_fusion": False}
+    toolchain = {
+        "compiler": done.version,
+        "flags": list(done.flags),
+        "march": target.arch,
+        "fp_fusion": False,
+    }
     return Built((("module", "so", done.data),), kernels, {"module.c": text.encode()}, toolchain)
 
 
@@ -76,7 +84,11 @@ def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
     pointers = range(len(plan.buffers)) if source.variant == "a" else ()
     sizes = range(len(plan.buffers), len(signature)) if source.divisible_sizes else ()
     stages = 1 if isinstance(plan.tile, RowTile) else getattr(plan.tile, "stages", 1)
-    options: dict[str, Any] = {"num_warps": plan.tile.warps, "num_stages": stages, "enable_fp_fusion": FP_FUSION}
+    options: dict[str, Any] = {
+        "num_warps": plan.tile.warps,
+        "num_stages": stages,
+        "enable_fp_fusion": FP_FUSION,
+    }
     if target.kind == "cuda" and target.ptx_version:
         options["ptx_version"] = target.ptx_version
     return {
@@ -90,18 +102,36 @@ def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
 
 def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
     asked = request(sources, target)
-    answer = run_worker("forge.build_worker", asked, BUILD_LIMITS)
-    facts = answer["kernels"]
+    parts = _compile_parallel(asked)
+    code = {k: v for p in parts for k, v in p["code"].items()}
+    facts = {k: v for p in parts for k, v in p["kernels"].items()}
     texts = {f"{k['entry']}.triton.py": k["text"].encode() for k in asked["kernels"]}
-    toolchain = {**answer["toolchain"], "fp_fusion": FP_FUSION, "arch": target.arch}
+    toolchain = {"triton": parts[0]["triton"], "fp_fusion": FP_FUSION, "arch": target.arch}
     if target.kind == "hip":
-        blobs = tuple((name, "hsaco", base64.b64decode(data)) for name, data in answer["blobs"].items())
+        blobs = tuple((s.plan.name, "hsaco", base64.b64decode(code[s.plan.name])) for s in sources)
         kernels = tuple(_record(s, s.plan.name, _params(s.plan), facts) for s in sources)
         return Built(blobs, kernels, texts, toolchain)
-    declared = {e.name: e.params for e in entries(answer["ptx"])}
+    # One order, whatever worker was first: the module's bytes depend on it.
+    ordered = [code[s.plan.name] for s in sources]
+    made = run_worker(
+        "forge.build_worker", {**asked, "kernels": [], "stage": "assemble", "texts": ordered}, BUILD_LIMITS
+    )
+    for entry, numbers in made["usage"].items():
+        facts[entry].update(numbers)
+    declared = {e.name: e.params for e in entries(made["ptx"])}
     kernels = tuple(_record(s, "module", _checked(s, declared), facts) for s in sources)
-    blob = base64.b64decode(answer["cubin"])
-    return Built((("module", "cubin", blob),), kernels, {**texts, "module.ptx": answer["ptx"].encode()}, toolchain)
+    side = {**texts, "module.ptx": made["ptx"].encode()}
+    blob = ("module", "cubin", base64.b64decode(made["cubin"]))
+    return Built((blob,), kernels, side, {**toolchain, "ptxas": made["ptxas"]})
+
+
+def _compile_parallel(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """Kernels dealt to as many workers as there are cores (each pays about a second to start)."""
+    kernels = asked["kernels"]
+    count = max(min(len(os.sched_getaffinity(0)), -(-len(kernels) // KERNELS_PER_WORKER)), 1)
+    shares = [{**asked, "stage": "compile", "kernels": kernels[i::count]} for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda share: run_worker("forge.build_worker", share, BUILD_LIMITS), shares))
 
 
 def _checked(source: KernelSource, declared: dict[str, tuple[Param, ...]]) -> tuple[Param, ...]:

@@ -69,7 +69,7 @@ def emit_module(plans: Iterable[KernelPlan], target: Target) -> str:
 def emit(plan: KernelPlan, target: Target) -> str:
     """The C function of a plan; it needs `preamble(text)` before it (see `emit_module`).
 
-    Raises E0530 when the target is no cpu or the plan is a contraction, E0531 for a body that its tile
+    Raises E0522 when the target is no cpu or the plan is a contraction, E0523 for a body that its tile
     cannot hold.
     """
     tiles = {RowTile: _row_tile, PointTile: _point_tile, SumTile: _sum_tile}
@@ -77,7 +77,7 @@ def emit(plan: KernelPlan, target: Target) -> str:
     if target.kind != "cpu" or spelled is None or plan.matmul:
         what = f"{type(plan.tile).__name__} on {target.name}"
         hint = "contractions are extern steps on cpu targets"
-        raise EsperError("E0530", f"no C for {what}", node=plan.name, hint=hint)
+        raise EsperError("E0522", f"no C for {what}", node=plan.name, hint=hint)
     text = Text(plan)
     return "\n".join([*text.opening(), *indent(spelled(text)), "}", ""])
 

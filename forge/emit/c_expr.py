@@ -297,7 +297,7 @@ def _template(expr: Prim, kind: DType) -> str:
             return table["sqrt" if exponent.value > 0 else "rsqrt"]
     if expr.name not in table:
         raise EsperError(
-            "E0532",
+            "E0524",
             f"{expr.name} of {kind.value} has no C spelling",
             hint="cast the operand to a floating type",
         )

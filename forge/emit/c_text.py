@@ -56,7 +56,7 @@ class Text:
 
     def refuse(self, what: str) -> EsperError:
         return EsperError(
-            "E0531",
+            "E0523",
             what,
             node=self.plan.name,
             hint="a template made a plan outside the grammar of forge/plan.py",

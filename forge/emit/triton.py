@@ -86,7 +86,11 @@ class _Kernel:
         text = f"tl.load({address}{masked}{hint})"
         if access.dtype is DType.bfloat16 and self.interpreted:
             return f"{text}.to(tl.float32)"
-        return f"{text}.to({TRITON_TYPE[access.dtype.compute]})" if access.dtype is not access.dtype.compute else text
+        return (
+            f"{text}.to({TRITON_TYPE[access.dtype.compute]})"
+            if access.dtype is not access.dtype.compute
+            else text
+        )
 
     def store(self, access: Access, value: str, index: list[str], mask: str) -> None:
         address = f"{self.pointer[access.buffer]} + {self.offset(access.strides, index)}"
@@ -228,7 +232,9 @@ def _rows_swept(k: _Kernel, tile: RowTile) -> None:
         for sweep in sweeps:
             for r in sweep.reduces:
                 shape = f"[{tile.block_rows}, {tile.block_cols}]"
-                w.line(f"{r.name}_acc = tl.full({shape}, {_COMBINE[r.combine][1]}, {TRITON_TYPE[k.dtypes[r.name]]})")
+                w.line(
+                    f"{r.name}_acc = tl.full({shape}, {_COMBINE[r.combine][1]}, {TRITON_TYPE[k.dtypes[r.name]]})"
+                )
             with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
                 w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
                 masks = {**rows, "c": f"(col < {cols})"}
@@ -277,7 +283,9 @@ def _sums(k: _Kernel, tile: SumTile) -> None:
     """Ascending parts, `block_parts` at a time kept apart in registers, then folded: the order is fixed by the tile."""
     w = k.w
     parts, cols = k.plan.space
-    w.line(f"col = tl.program_id(0).to({k.index_type}) * {tile.block_cols} + tl.arange(0, {tile.block_cols})[None, :]")
+    w.line(
+        f"col = tl.program_id(0).to({k.index_type}) * {tile.block_cols} + tl.arange(0, {tile.block_cols})[None, :]"
+    )
     w.line(f"col_ok = col < {dim_text(cols)}")
     reduces = [s for s in k.plan.body if isinstance(s, Reduce)]
     feeding = {r.arg for r in reduces}

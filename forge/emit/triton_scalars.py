@@ -49,7 +49,7 @@ POINTER_TYPE = {
     DType.bool: "*i1",
 }  # fmt: skip
 
-_HELPERS = '''
+_HELPERS = """
 @triton.jit
 def _sigmoid(x):
     return tl.div_rn(1.0, 1.0 + {exp}) if x.dtype == tl.float32 else 1.0 / (1.0 + tl.exp(-x))
@@ -89,13 +89,13 @@ def _add(a, b):
 def _round_fp16(x):
     return x.to(tl.float16).to(tl.float32)
 
-'''
-_ROUND_GPU = '''
+"""
+_ROUND_GPU = """
 @triton.jit
 def _round_bf16(x):
     return x.to(tl.bfloat16).to(tl.float32)
-'''
-_ROUND_INTERPRETED = '''
+"""
+_ROUND_INTERPRETED = """
 @triton.jit
 def _round_bf16(x):
     bits = x.to(tl.int32, bitcast=True)
@@ -114,7 +114,7 @@ def _round(x):
     half = x - low
     odd = low - 2.0 * tl.floor(low / 2.0)
     return tl.where((half > 0.5) | ((half == 0.5) & (odd != 0)), low + 1.0, low)
-'''
+"""
 
 
 def preamble(interpreted: bool) -> str:

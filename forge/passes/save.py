@@ -42,7 +42,9 @@ def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
     return frozenset(out)
 
 
-def _network(joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int]) -> networkx.DiGraph:
+def _network(
+    joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int]
+) -> networkx.DiGraph:
     flow = networkx.DiGraph()
     leaves = [v for v in joint.inputs if v not in late]
     for name in leaves:

@@ -20,7 +20,9 @@ SMALL_FLOPS = 2e9
 def tuned_sizes(graph: Graph, largest: bool = True) -> dict[str, int]:
     """Bindings at the largest (or smallest) size each dim is tuned for."""
     pick = max if largest else min
-    return {name: pick(spec.tune or (max(spec.min, min(spec.max, 4096)),)) for name, spec in graph.dims.items()}
+    return {
+        name: pick(spec.tune or (max(spec.min, min(spec.max, 4096)),)) for name, spec in graph.dims.items()
+    }
 
 
 def own_matmul(
@@ -31,7 +33,9 @@ def own_matmul(
     if target.contractions != "template":
         return Rejected("extern", f"contractions on {target.name} are library calls")
     if a.dtype is not b.dtype or a.dtype not in target.dot_dtypes:
-        return Rejected("dtype", f"{a.dtype.value} x {b.dtype.value} has no tensor-core form on {target.name}")
+        return Rejected(
+            "dtype", f"{a.dtype.value} x {b.dtype.value} has no tensor-core form on {target.name}"
+        )
     if b.rank != 2 or not _mergeable(views[node.tensors[0]]):
         return Rejected("rank", "batched products are library calls")
     sizes = tuned_sizes(graph)
@@ -39,7 +43,9 @@ def own_matmul(
     flops = 2 * (node.types[0].numel * depth).value(sizes)
     limit = 433 / FUSED_SLOWDOWN
     if flops > SMALL_FLOPS and depth.value(sizes) > limit:
-        return Rejected("rule", f"K={depth.value(sizes)} is past {limit:.0f}: the library call is expected to win")
+        return Rejected(
+            "rule", f"K={depth.value(sizes)} is past {limit:.0f}: the library call is expected to win"
+        )
     return Accepted("matmul")
 
 
@@ -47,5 +53,3 @@ def _mergeable(view: View) -> bool:
     """Leading axes of the left operand walk memory as one axis."""
     pairs = zip(view.strides[:-2], view.strides[1:-1], view.shape[1:-1], strict=True)
     return all(outer == inner * size for outer, inner, size in pairs)
-
-

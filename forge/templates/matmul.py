@@ -66,7 +66,9 @@ def _plan(
 ) -> KernelPlan:  # fmt: skip
     walked = (*accesses, spec.a, spec.b)
     used = symbols(*space, spec.k, *(s for x in walked for s in x.strides))
-    return KernelPlan(given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=_far(given, space, spec))
+    return KernelPlan(
+        given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=_far(given, space, spec)
+    )
 
 
 def _far(given: RowsInput, space: tuple[Dim, Dim], spec: MatmulSpec) -> bool:
@@ -78,8 +80,10 @@ def _far(given: RowsInput, space: tuple[Dim, Dim], spec: MatmulSpec) -> bool:
 
 def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
     """A prior by shape: tiles no larger than the product, the contracted axis split when tiles cannot fill a card."""
-    block_n = min(max(next_pow2(n), 16), 128)
-    block_m = min(max(next_pow2(m), 16), 64 if m < 4096 else 128)
+    # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch, short.
+    wide = 128 if k > 512 and m >= 4096 else 64
+    block_n = min(max(next_pow2(n), 16), wide)
+    block_m = min(max(next_pow2(m), 16), wide)
     block_k = min(max(next_pow2(k), 16), 64 if itemsize == 2 else 32)
     tiles = -(-m // block_m) * -(-n // block_n)
     split = 1
@@ -90,7 +94,12 @@ def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
 
 
 def _split(
-    given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], tile: MatmulTile, spec: MatmulSpec, tiles: Dim
+    given: RowsInput,
+    space: tuple[Dim, Dim],
+    accesses: list[Access],
+    tile: MatmulTile,
+    spec: MatmulSpec,
+    tiles: Dim,
 ) -> Lowered:
     node = given.group.contraction
     assert node is not None
@@ -120,7 +129,12 @@ def _split(
 
 
 def _plain(
-    given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], tile: MatmulTile, spec: MatmulSpec, tiles: Dim
+    given: RowsInput,
+    space: tuple[Dim, Dim],
+    accesses: list[Access],
+    tile: MatmulTile,
+    spec: MatmulSpec,
+    tiles: Dim,
 ) -> Lowered:
     """An epilogue that broadcasts cannot run on the flattened sum: no split."""
     whole = MatmulTile(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, 1)

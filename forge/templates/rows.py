@@ -89,7 +89,9 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
         return _rows(given, space, accesses)
     block = 1024 if given.target.kind != "cpu" else 16384
     tile = PointTile(block, 4)
-    return Lowered("pointwise", (_launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, block)),))
+    return Lowered(
+        "pointwise", (_launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, block)),)
+    )
 
 
 def _launch(
@@ -98,7 +100,13 @@ def _launch(
 ) -> Launch:  # fmt: skip
     used = symbols(*space, *(s for a in accesses for s in a.strides))
     plan = KernelPlan(
-        given.name + suffix, space, tuple(accesses), tuple(stmts), tile, used, wide=_wide(given, space, accesses)
+        given.name + suffix,
+        space,
+        tuple(accesses),
+        tuple(stmts),
+        tile,
+        used,
+        wide=_wide(given, space, accesses),
     )
     return Launch(plan, (size_of(programs), size_of(columns), 1))
 
@@ -130,7 +138,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
     if not row_reduce:
         wide = min(wide, 1024 if not col_reduce else 512)
     if col_reduce and row_reduce and not whole:
-        raise EsperError("E0535", "row and column reductions over rows too long for registers", node=given.group.name)
+        raise EsperError(
+            "E0535", "row and column reductions over rows too long for registers", node=given.group.name
+        )
     block = max(min(TILE // wide, 64), 1)
     warps = min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8)
     per = next_pow2(max(-(-rows // PARTIALS), block)) if col_reduce else block

@@ -1,0 +1,257 @@
+"""esper-forge: compile blueprints, and show why the kernels are what they are."""
+
+from __future__ import annotations
+
+import glob
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NOT_FOUND, EsperError
+
+LIBRARY = click.option(
+    "--library", type=click.Path(path_type=Path), help="Library directory (default: ESPER_LIBRARY)."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+TARGET = click.option(
+    "--target", "targets", multiple=True, help="Hardware target, repeatable (default: auto)."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="esper-forge")
+def main() -> None:
+    """Compile BlueprintIR graphs to forward and backward kernels."""
+
+
+@contextmanager
+def _errors(as_json: bool, document: Callable[[], dict[str, Any]] = dict) -> Iterator[None]:
+    """Refusals to standard error with their exit code; with --json also as a document."""
+    try:
+        yield
+    except EsperError as error:
+        if as_json:
+            click.echo(json.dumps({"schema": "esper-error/1", **document(), "error": error.to_json()}))
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        click.echo("interrupted; what was finished is stored", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _files(paths: tuple[str, ...]) -> list[Path]:
+    out: list[Path] = []
+    for text in paths:
+        path = Path(text)
+        if path.is_dir():
+            out += sorted(path.glob("*.json"))
+        elif path.exists() or text == "-":
+            out.append(path)
+        else:
+            out += sorted(Path(p) for p in glob.glob(text))
+            if not out:
+                raise EsperError("E0512", "no such blueprint file", node=text, exit_code=EXIT_NOT_FOUND)
+    return out
+
+
+def _blueprint(path: Path) -> Any:
+    import esper_ir.text as text
+
+    return text.parse(sys.stdin.buffer.read(), source="-") if str(path) == "-" else text.load(path)
+
+
+@main.command("compile")
+@click.argument("paths", nargs=-1, required=True)
+@click.option("--pipeline", "pipelines", multiple=True, help="Pipeline, repeatable (default: fast).")
+@TARGET
+@LIBRARY
+@JSON
+def compile_(
+    paths: tuple[str, ...],
+    pipelines: tuple[str, ...],
+    targets: tuple[str, ...],
+    library: Path | None,
+    as_json: bool,
+) -> None:
+    """Compile blueprint files, directories, globs or - (standard input) into the library."""
+    from forge.service import as_json as row
+    from forge.service import compile_blueprint
+    from library.store import Library
+
+    rows: list[dict[str, Any]] = []
+    failed: list[EsperError] = []
+    with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
+        for path in _files(paths):
+            try:
+                with _progress(as_json) as tell:
+                    made = compile_blueprint(
+                        _blueprint(path), pipelines=pipelines or ("fast",), targets=targets or ("auto",),
+                        library=store, progress=lambda step, p=path, t=tell: t(f"{p}: {step}"),
+                    )  # fmt: skip
+            except EsperError as error:
+                failed.append(error)
+                click.echo(f"{path}: {error}", err=True)
+                continue
+            rows += [{"path": str(path), **row(r)} for r in made]
+            for r in made:
+                click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s", err=as_json)
+    if as_json:
+        errors = [e.to_json() for e in failed]
+        click.echo(json.dumps({"schema": "esper-compile/1", "artifacts": rows, "errors": errors}, indent=1))
+    if failed:
+        sys.exit(failed[0].exit_code or EXIT_FAILURE)
+
+
+@contextmanager
+def _progress(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """A live line on a terminal, nothing elsewhere."""
+    if as_json or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+@main.command()
+@click.argument("path")
+@click.option("--target", default="auto", help="Hardware target (default: auto).")
+@JSON
+def explain(path: str, target: str, as_json: bool) -> None:
+    """Show the fusion groups with bytes, operations and floors, and why candidates were refused."""
+    from forge.explain import explain as document
+    from forge.explain import render
+    from forge.service import front
+
+    with _errors(as_json):
+        made = document(front(_blueprint(_files((path,))[0]), target))
+        click.echo(json.dumps(made, indent=1) if as_json else render(made))
+
+
+@main.command()
+@click.argument("path")
+@JSON
+def show(path: str, as_json: bool) -> None:
+    """Print a blueprint: leaves, nodes and inferred types."""
+    import esper_ir.canonical as canonical
+    import esper_ir.text as text
+    from esper_ir.verify import typed
+
+    with _errors(as_json):
+        blueprint = _blueprint(_files((path,))[0])
+        graph = typed(blueprint)
+        identity = canonical.blueprint_id(blueprint)
+        if as_json:
+            types = {k: str(v) for k, v in graph.types.items()}
+            document = {
+                "schema": "esper-show/1",
+                "id": identity,
+                "blueprint": text.to_json(blueprint),
+                "types": types,
+            }
+            click.echo(json.dumps(document, indent=1))
+            return
+        click.echo(f"{blueprint.name}  {identity}")
+        for leaf in blueprint.leaves:
+            click.echo(f"  {leaf.kind} {leaf.name}: {leaf.type}")
+        for node in graph:
+            operands = ", ".join(str(r) for r in node.inputs)
+            click.echo(f"  {node.id} = {node.op}({operands}): {', '.join(map(str, node.types))}")
+        click.echo(f"  outputs: {', '.join(blueprint.outputs)}")
+
+
+@main.command("print")
+@click.argument("path")
+@click.option("--target", default="auto", help="Hardware target (default: auto).")
+@click.option(
+    "--what", type=click.Choice(["plan", "text"]), default="plan", help="Kernel plans or kernel text."
+)
+def print_(path: str, target: str, what: str) -> None:
+    """Print the kernel plans, or the Triton or C text made from them."""
+    from forge.service import front, kernel_text
+
+    with _errors(False):
+        work = front(_blueprint(_files((path,))[0]), target)
+        plans = "\n\n".join(str(s.plan) for s in work.kernels.by_key.values())
+        click.echo(plans if what == "plan" else kernel_text(work))
+
+
+@main.command()
+@JSON
+def ops(as_json: bool) -> None:
+    """List the operators of the graph language."""
+    from esper_ir.registry import OPS
+
+    rows = [{"op": n, "lowering": type(o.lowering).__name__, "doc": o.doc} for n, o in sorted(OPS.items())]
+    _table(rows, as_json, "esper-ops/1", "ops")
+
+
+@main.command()
+@JSON
+def targets(as_json: bool) -> None:
+    """List hardware targets; `auto` and `cpu` resolve on this machine."""
+    from forge.target import targets as known
+
+    rows = [{"target": t.name, "kind": t.kind, "arch": t.arch} for _, t in sorted(known().items())]
+    _table(rows, as_json, "esper-targets/1", "targets")
+
+
+@main.command()
+@JSON
+def pipelines(as_json: bool) -> None:
+    """List the pipelines and their steps."""
+    from forge.pipelines import PIPELINES
+
+    rows = [
+        {"pipeline": p.name, "does": p.summary, "steps": [s for s, _ in p.steps]} for p in PIPELINES.values()
+    ]
+    _table(rows, as_json, "esper-pipelines/1", "pipelines")
+
+
+@main.command("explain-miss")
+@click.argument("first")
+@click.argument("second")
+@LIBRARY
+@JSON
+def explain_miss(first: str, second: str, library: Path | None, as_json: bool) -> None:
+    """Say which fields of two artifacts' keys differ."""
+    from forge.service import key_differences
+    from library.store import Library
+
+    with _errors(as_json), Library.open(library, create=False, readonly=True) as store:
+        rows = key_differences(store, first, second)
+        _table(rows, as_json, "esper-explain-miss/1", "differences")
+
+
+@main.command()
+@LIBRARY
+@JSON
+def doctor(library: Path | None, as_json: bool) -> None:
+    """Check what compiling needs: Triton, assembler, C compiler, sandbox, library."""
+    from forge.service import checkup
+
+    with _errors(as_json):
+        rows = checkup(library)
+        _table(rows, as_json, "esper-doctor/1", "checks")
+        if not all(r["ok"] for r in rows if r["needed"]):
+            sys.exit(EXIT_FAILURE)
+
+
+def _table(rows: list[dict[str, Any]], as_json: bool, schema: str, key: str) -> None:
+    if as_json:
+        click.echo(json.dumps({"schema": schema, key: rows}, indent=1))
+        return
+    for row in rows:
+        click.echo(
+            "  ".join(f"{v if not isinstance(v, list) else ' > '.join(v)!s:<14}" for v in row.values())
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Why the kernels are what they are: groups with bytes and floating-point operations, templates, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from esper_ir.graph import Graph
+from esper_ir.types import Dim
+from forge.groups import Group, lowering_kind
+from forge.lower import PhaseLowering
+from forge.lowered import Call, Launch, Lowered
+from forge.target import Target
+from forge.templates.choice import tuned_sizes
+from forge.work import Work
+
+
+def explain(work: Work) -> dict[str, Any]:
+    """A document: per phase and bucket the groups, then what was refused and why."""
+    assert work.graph is not None
+    return {
+        "schema": "esper-explain/1",
+        "blueprint": work.blueprint.name,
+        "target": work.target.name,
+        "pipeline": work.pipeline,
+        "saved": list(work.saved),
+        "phases": [_phase(low, work.target) for low in work.lowerings],
+        "warnings": [f.to_json() for f in work.findings],
+    }
+
+
+def _phase(low: PhaseLowering, target: Target) -> dict[str, Any]:
+    sizes = _sizes(low)
+    return {
+        "phase": low.phase.name,
+        "wanted": list(low.phase.wanted),
+        "bucket": {b.dim: [b.low, b.high] for b in low.plan.bucket},
+        "sizes": sizes,
+        "groups": [_group(low.parts.graph, g, made, target, sizes) for g, made in low.lowered],
+        "refused": [
+            {"node": r.node, "group": r.group, "code": r.why.code, "reason": r.why.reason}
+            for r in low.parts.refusals
+        ],
+    }
+
+
+def _sizes(low: PhaseLowering) -> dict[str, int]:
+    dims = low.parts.graph.dims
+    largest = tuned_sizes(low.parts.graph)
+    return {
+        b.dim: max((t for t in dims[b.dim].tune if b.low <= t <= b.high), default=min(largest[b.dim], b.high))
+        for b in low.plan.bucket
+    }
+
+
+def _group(
+    graph: Graph, group: Group, made: Lowered, target: Target, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    read, written = group_traffic(graph, group, made, sizes)
+    flops = group_flops(graph, group, sizes)
+    floor = max((read + written) / (target.copy_TBps * 1e12), flops / (target.bf16_TFLOPs * 1e12))
+    return {
+        "group": group.name,
+        "template": made.template,
+        "nodes": [f"{n.id}: {n.op}" for n in group.nodes],
+        "space": [str(s) for s in group.space],
+        "kernels": [str(s.plan.tile) for s in made.steps if isinstance(s, Launch)],
+        "externs": [s.op for s in made.steps if isinstance(s, Call)],
+        "bytes_read": read,
+        "bytes_written": written,
+        "flops": flops,
+        "floor_us": round(floor * 1e6, 3),
+    }
+
+
+def group_traffic(graph: Graph, group: Group, made: Lowered, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Least bytes (read, written) of a group: each buffer once, workspace included."""
+    read: dict[str, int] = {}
+    written: dict[str, int] = {}
+    for step in made.steps:
+        if isinstance(step, Call):
+            for operand in step.inputs:
+                read[operand.value] = _bytes(graph, operand.value, made, sizes)
+            written[step.out.value] = _bytes(graph, step.out.value, made, sizes)
+            continue
+        stores = {step.plan.accesses[s.access].buffer for s in step.plan.body if type(s).__name__ == "Store"}
+        for buffer in step.plan.buffers:
+            (written if buffer in stores else read)[buffer] = _bytes(graph, buffer, made, sizes)
+    return sum(read.values()), sum(written.values())
+
+
+def _bytes(graph: Graph, name: str, made: Lowered, sizes: Mapping[str, int]) -> int:
+    temp = made.temps.get(name)
+    if temp is None and name not in graph.types:
+        return 0
+    dtype, shape = (temp.dtype, temp.shape) if temp else (graph.types[name].dtype, graph.types[name].shape)
+    total = Dim.of(dtype.itemsize)
+    for size in shape:
+        total = total * size
+    return total.value(sizes)
+
+
+def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
+    """Operations of the group's contraction (pointwise work is not what bounds a kernel)."""
+    node = group.contraction
+    if node is None or lowering_kind(node) != "contraction":
+        return 0
+    return (2 * node.types[0].numel * graph.types[node.tensors[0]].shape[-1]).value(sizes)
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The document as readable text."""
+    lines = [f"{document['blueprint']} for {document['target']} ({document['pipeline']})"]
+    lines.append(f"saved for the backward: {', '.join(document['saved']) or 'nothing'}")
+    for phase in document["phases"]:
+        bucket = ", ".join(f"{d} {lo}..{hi}" for d, (lo, hi) in phase["bucket"].items()) or "all sizes"
+        wanted = f" of {', '.join(phase['wanted'])}" if phase["wanted"] else ""
+        lines.append(f"\n{phase['phase']}{wanted} [{bucket}]")
+        for g in phase["groups"]:
+            moved = (g["bytes_read"] + g["bytes_written"]) / 1e6
+            what = " + ".join([*g["kernels"], *g["externs"]])
+            lines.append(f"  {g['group']}: {g['template']}, {moved:.1f} MB, floor {g['floor_us']:.1f} us")
+            lines.append(f"    nodes: {', '.join(g['nodes'])}")
+            lines.append(f"    {what}")
+        lines += [f"  refused: {r['node']} in {r['group']}: {r['reason']}" for r in phase["refused"]]
+    return "\n".join(lines)

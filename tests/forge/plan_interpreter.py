@@ -1,0 +1,239 @@
+"""A KernelPlan executed in plain torch, program by program: the second implementation of what a plan means.
+
+`run_plan(plan, buffers, sizes)` reads and writes the tensors of `buffers` (dense memory, addressed by the strides of
+the plan, so their shapes do not matter). It is slow and direct on purpose; the emitters are tested against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
+from esper_ir.types import Dim, DType, promote
+from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
+
+Tensor = torch.Tensor
+RowSum = Callable[[Tensor], Tensor]
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg, "abs": torch.abs, "sign": torch.sign, "exp": torch.exp, "exp2": torch.exp2,
+    "expm1": torch.expm1, "log": torch.log, "log2": torch.log2, "log1p": torch.log1p, "sqrt": torch.sqrt,
+    "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos,
+    "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "tanh": torch.tanh, "asinh": torch.asinh,
+    "acosh": torch.acosh, "atanh": torch.atanh, "erf": torch.erf, "erfc": torch.erfc,
+    "sigmoid": torch.sigmoid, "rsqrt": lambda x: 1.0 / torch.sqrt(x), "isnan": torch.isnan,
+}  # fmt: skip
+ROUNDINGS = {"floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "trunc": torch.trunc}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "pow": torch.pow, "fmod": torch.fmod,
+    "atan2": torch.atan2, "maximum": torch.maximum, "minimum": torch.minimum, "eq": torch.eq, "ne": torch.ne,
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
+}  # fmt: skip
+LOGIC: dict[str, Callable[..., Tensor]] = {
+    "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor, "not": torch.logical_not,
+}  # fmt: skip
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.value)
+
+
+def run_plan(
+    plan: KernelPlan,
+    buffers: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    *,
+    row_sum: RowSum | None = None,
+    libraries: bool = True,
+) -> None:
+    """Execute every program of the plan in ascending order, writing into `buffers`.
+
+    `row_sum` adds float values over the last axis in its own order (torch's when None). With `libraries` False the
+    elementary functions are computed in float64 and rounded once.
+    """
+    assert not plan.matmul, "contractions are tested against torch.matmul"
+    run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
+    {RowTile: run.rows, PointTile: run.points, SumTile: run.sums}[type(plan.tile)]()
+
+
+def interleaved_sum(lanes: int) -> RowSum:
+    """The order of the C emitter: element j in lane j mod `lanes`, lanes added as a binary tree."""
+
+    def add(x: Tensor) -> Tensor:
+        width = -(-x.shape[-1] // lanes) * lanes
+        padded = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        total = torch.zeros((*x.shape[:-1], lanes), dtype=x.dtype)
+        for block in padded.split(lanes, -1):
+            total = total + block
+        while total.shape[-1] > 1:
+            half = total.shape[-1] // 2
+            total = total[..., :half] + total[..., half:]
+        return total[..., 0]
+
+    return add
+
+
+@dataclass
+class _Run:
+    plan: KernelPlan
+    buffers: dict[str, Tensor]
+    sizes: dict[str, int]
+    row_sum: RowSum
+    libraries: bool
+    dtypes: dict[str, DType] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtypes = self.plan.dtypes()
+        self.space = [size.value(self.sizes) for size in self.plan.space]
+        self.row_count, self.cols = math.prod(self.space[:-1]), self.space[-1]
+
+    # Programs
+
+    def rows(self) -> None:
+        tile = self.plan.tile
+        assert isinstance(tile, RowTile)
+        programs = -(-self.row_count // tile.rows_per_program)
+        for program in range(programs):
+            first = program * tile.rows_per_program
+            last = min(first + tile.rows_per_program, self.row_count)
+            self.one_row_program(program, torch.arange(first, last), torch.arange(self.cols))
+
+    def one_row_program(self, program: int, rows: Tensor, cols: Tensor) -> None:
+        values: dict[str, Tensor] = {}
+        for stmt in self.plan.body:
+            if isinstance(stmt, Reduce):
+                values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols))
+            else:
+                self.step(stmt, values, rows[:, None], cols[None, :], program)
+
+    def points(self) -> None:
+        tile, total = self.plan.tile, self.row_count * self.cols
+        assert isinstance(tile, PointTile)
+        for first in range(0, total, tile.block):
+            element = torch.arange(first, min(first + tile.block, total))
+            values: dict[str, Tensor] = {}
+            for stmt in self.plan.body:
+                self.step(stmt, values, element // self.cols, element % self.cols, 0)
+
+    def sums(self) -> None:
+        tile = self.plan.tile
+        assert isinstance(tile, SumTile)
+        for first in range(0, self.cols, tile.block_cols):
+            cols = torch.arange(first, min(first + tile.block_cols, self.cols))
+            rows, values = torch.arange(self.row_count)[:, None], {}
+            for stmt in self.plan.body:
+                if isinstance(stmt, Reduce):
+                    values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols))
+                else:
+                    self.step(stmt, values, rows, cols[None, :], 0)
+
+    # Statements
+
+    def step(self, stmt: Stmt, values: dict[str, Tensor], rows: Tensor, cols: Tensor, program: int) -> None:
+        if isinstance(stmt, Load):
+            access = self.plan.accesses[stmt.access]
+            flat = self.buffers[access.buffer].view(-1)
+            values[stmt.name] = flat[self.place(access, rows, cols, program)].to(torch_dtype(access.dtype.compute))
+        elif isinstance(stmt, Compute):
+            args = [values[a] for a in stmt.args]
+            values[stmt.name] = self.compute(stmt, args)
+        elif isinstance(stmt, Store):
+            access = self.plan.accesses[stmt.access]
+            flat = self.buffers[access.buffer].view(-1)
+            assert flat.dtype is torch_dtype(access.dtype), f"{access.buffer}: {flat.dtype}"
+            at = self.place(access, rows, cols, program)
+            flat[at] = values[stmt.value].to(flat.dtype).expand(at.shape)
+
+    def place(self, access: Access, rows: Tensor, cols: Tensor, program: int) -> Tensor:
+        if access.partial and isinstance(self.plan.tile, RowTile):
+            return program * self.cols + cols
+        strides = [s.value(self.sizes) for s in access.strides]
+        at, rest = torch.zeros((), dtype=torch.int64), rows
+        for size, stride, symbolic in reversed(list(zip(self.space, strides, access.strides, strict=True))[:-1]):
+            at = at + (rest % size) * stride if symbolic != Dim() else at
+            rest = rest // size
+        return at + cols * strides[-1] if access.strides[-1] != Dim() else at
+
+    def reduce(self, stmt: Reduce, arg: Tensor, rows: int, cols: int) -> Tensor:
+        full = arg.expand(rows, cols)
+        dim = 1 if stmt.axis == "row" else 0
+        if stmt.combine in ("max", "min"):
+            out = full.amax(dim) if stmt.combine == "max" else full.amin(dim)
+        elif dim == 1:
+            out = self.row_sum(full) if full.is_floating_point() else full.sum(1, dtype=full.dtype)
+        else:
+            out = torch.zeros(cols, dtype=full.dtype)
+            for row in full:
+                out = out + row
+        return out.unsqueeze(dim)
+
+    # Scalars
+
+    def compute(self, stmt: Compute, args: Sequence[Tensor]) -> Tensor:
+        dtypes = [self.dtypes[a] for a in stmt.args]
+        out = self.body(stmt.expr, args, dtypes, stmt.dtype)
+        return _round(out, stmt.dtype)
+
+    def body(self, expr: Expr, args: Sequence[Tensor], dtypes: Sequence[DType], result: DType) -> Tensor:
+        """An expression in the type of its result when that is floating, else in that of its operands."""
+        if isinstance(expr, Arg):
+            return args[expr.index]
+        if isinstance(expr, Cast):
+            return _round(self.body(expr.arg, args, dtypes, expr.dtype), expr.dtype)
+        kind = result.compute if result.is_floating else None
+        for leaf in _leaves(expr, dtypes):
+            if leaf is not DType.bool and (leaf.is_floating or not result.is_floating):
+                kind = leaf.compute if kind is None else promote(kind, leaf.compute)
+        kind = kind or DType.int32
+        if not kind.is_floating and any(isinstance(e, Const) and isinstance(e.value, float) for e in walk(expr)):
+            kind = DType.float32
+        return self.value(expr, args, dtypes, torch_dtype(kind))
+
+    def value(self, expr: Expr, args: Sequence[Tensor], dtypes: Sequence[DType], kind: torch.dtype) -> Tensor:
+        if isinstance(expr, Const):
+            return torch.tensor(expr.value, dtype=kind)
+        if isinstance(expr, Arg):
+            return args[expr.index]
+        if isinstance(expr, Cast):
+            return self.body(expr, args, dtypes, expr.dtype)
+        operands = [self.value(a, args, dtypes, kind) for a in expr.args]
+        return self.prim(expr, operands, kind)
+
+    def prim(self, expr: Prim, operands: list[Tensor], kind: torch.dtype) -> Tensor:
+        name = expr.name
+        if name in LOGIC:
+            return LOGIC[name](*operands)
+        if name == "where":
+            a, b = (o if o.dtype is kind or o.dtype is torch.bool else o.to(kind) for o in operands[1:])
+            same = a.dtype is b.dtype
+            return torch.where(operands[0] != 0, a if same else a.to(kind), b if same else b.to(kind))
+        numbers = [o.to(kind) for o in operands]
+        if name in ROUNDINGS:
+            return ROUNDINGS[name](numbers[0]) if kind.is_floating_point else numbers[0]
+        if name == "div":
+            whole = None if kind.is_floating_point else "trunc"
+            return torch.div(numbers[0], numbers[1], rounding_mode=whole)
+        function = UNARY.get(name) or BINARY[name]
+        if kind is torch.float32 and not self.libraries and name not in ("rsqrt", "sqrt"):
+            return function(*(n.double() for n in numbers)).to(
+                kind if name not in ("eq", "ne", "lt", "le", "gt", "ge", "isnan") else torch.bool
+            )
+        return function(*numbers)
+
+
+def _leaves(expr: Expr, dtypes: Sequence[DType]) -> list[DType]:
+    if isinstance(expr, Arg):
+        return [dtypes[expr.index]]
+    if isinstance(expr, Cast):
+        return [expr.dtype]
+    return [leaf for a in expr.args for leaf in _leaves(a, dtypes)] if isinstance(expr, Prim) else []
+
+
+def _round(value: Tensor, dtype: DType) -> Tensor:
+    """Rounded to a stored type, held in its compute type."""
+    kind = torch_dtype(dtype)
+    return value.to(kind).to(torch_dtype(dtype.compute))
