@@ -33,7 +33,7 @@ from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 FINISHED, CRASH, ILLEGAL, ENDLESS, MEMORY, MACHINE = (
     "finished", "crash", "illegal-access", "endless", "memory", "machine",
 )  # fmt: skip
-EVENT_BYTES = 32 << 20
+EVENT_BYTES = 4 << 20
 OUTPUT_TAIL = 8192
 START_SECONDS = 120.0
 _POLL = 0.05

@@ -18,8 +18,9 @@ from esper_ir.types import TensorType
 from library import launch as launch_manifest
 from library.launch import DimSource, ExternStep, LaunchManifest, Plan, evaluate
 from library.manifest import Container
+from runtime import functions
 from runtime.code import load_code
-from runtime.executor import Program
+from runtime.executor import Counters, Program
 
 ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Largest tensor of one case: what a reference in float64 computes in a fraction of a second."""
@@ -209,11 +210,18 @@ class Subject:
     def trained(
         self, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None], wanted: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Gradients through the path of training."""
-        _, saved = self.forward(values)
-        tensors = [values[s.name] for s in self.launch.interface.inputs]
-        dims = dict(zip(self.program.dim_names, self.program.dims_of([t.shape for t in tensors]), strict=True))
-        return self.backward(saved, cotangents, dims, wanted)
+        """Gradients by torch's autograd through the runtime's function, as in training."""
+        leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in values.items()}
+        with torch.enable_grad():
+            found = functions.call(self._state, *[leaves[s.name] for s in self.launch.interface.inputs])
+        outputs = [found] if isinstance(found, Tensor) else list(found)
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
+        grads = torch.autograd.grad([o for o, _ in pairs], [leaves[n] for n in wanted], [c for _, c in pairs])
+        return dict(zip(wanted, grads, strict=True))
+
+    @cached_property
+    def _state(self) -> functions.State:
+        return functions.State(self.program, Counters())
 
 
 def _inside(dim: DimSource, size: int) -> bool:

@@ -66,7 +66,15 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     for label, got, wanted, _ in rows:
         if got.shape != wanted.shape:
             return Failed(f"{label} has the shape {list(got.shape)} instead of {list(wanted.shape)}")
-    return accuracy.all_of(subject, recipe, rows)
+
+    def nearby(shake: int) -> dict[str, Tensor]:
+        flows = {str(i): c for i, c in enumerate(flowing) if c is not None}
+        moved = accuracy.shaken(flows, shake)
+        moved_flows = [moved.get(str(i)) for i in range(len(flowing))]
+        found = meaning.gradients(subject, accuracy.shaken(values, shake), moved_flows, recipe.wanted, "float64")
+        return {f"d({name})": grad for name, grad in found.items()}
+
+    return accuracy.all_of(subject, recipe, rows, nearby)
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:

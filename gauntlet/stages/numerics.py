@@ -95,15 +95,17 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         if recipe.layout != "dense" and error.code in LAYOUT_REFUSALS:
             return Passed()
         raise
-    return accuracy.all_of(
-        subject,
-        recipe,
-        [
-            (name + phase, got, wanted, theirs)
-            for found, phase in ((plain, ""), (trained, " (training)"))
-            for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
-        ],
-    )
+    rows = [
+        (name + phase, got, wanted, theirs)
+        for found, phase in ((plain, ""), (trained, " (training)"))
+        for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
+    ]
+
+    def nearby(shake: int) -> dict[str, Tensor]:
+        found = meaning.outputs(subject, accuracy.shaken(values, shake), "float64")
+        return {n + phase: t for phase in ("", " (training)") for n, t in zip(subject.blueprint.outputs, found, strict=True)}
+
+    return accuracy.all_of(subject, recipe, rows, nearby)
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

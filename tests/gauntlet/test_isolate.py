@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,13 +14,6 @@ from gauntlet import isolate
 from gauntlet.isolate import ForkServer, Limits
 
 STANDINS = "tests.gauntlet.standins:"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(packages=("gauntlet", "tests")) as found:
-        found.start()
-        yield found
 
 
 def run(server: ForkServer, name: str, **limits: float) -> isolate.Ending:
