@@ -73,7 +73,7 @@ class Core:
     def close(self) -> None:
         """Sign the ledger's head if this handle may, and give everything back."""
         if not self.readonly and self.roles and self.index.connection_open():
-            self._sign_head(every=1)
+            self.sign_head(every=1)
         if self._timings is not None:
             self._timings.close()
         self.index.close()
@@ -138,9 +138,9 @@ class Core:
         """After a commit: remember how long the ledger is, and now and then sign its head."""
         size, frontier = ledger.state(self.index)
         seen.note(self.trust.home, self.origin, size, frontier.root())
-        self._sign_head(every=ledger.CHECKPOINT_EVERY)
+        self.sign_head(every=ledger.CHECKPOINT_EVERY)
 
-    def _sign_head(self, every: int) -> None:
+    def sign_head(self, every: int) -> None:
         """Sign a checkpoint when the ledger grew by `every` entries, with whichever role this handle has."""
         size, _ = ledger.state(self.index)
         role = next((r for r in ("validator", "compiler") if r in self.roles), None)

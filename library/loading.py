@@ -118,10 +118,15 @@ def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: byte
 
 
 def open_provenance(index: Index, trust: TrustStore, record: ArtifactRecord) -> dict[str, Any]:
-    """The compiler's signed statement about an artifact: E0744 to E0746, E0755."""
-    document = trust.document()
+    """The compiler's signed statement about a stored artifact: E0744 to E0746, E0755."""
+    envelope = rows.provenance_envelope(index, record.id)
+    return open_provenance_bytes(trust.document(), record, envelope)
+
+
+def open_provenance_bytes(document: TrustDocument, record: ArtifactRecord, envelope: bytes) -> dict[str, Any]:
+    """The same from an envelope in hand; `record.seq` decides about revoked keys."""
     opened = dsse.open_envelope(
-        rows.provenance_envelope(index, record.id),
+        envelope,
         dsse.IN_TOTO,
         document.role_keys("compiler"),
         threshold=document.roles["compiler"].threshold,

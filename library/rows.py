@@ -216,3 +216,10 @@ def ripe_tombstones(index: Index, before: float, limit: int) -> list[str]:
     """Marks that are old enough, oldest first."""
     text = "SELECT digest FROM tombstones WHERE time <= ? ORDER BY time, digest LIMIT ?"
     return [row[0] for row in index.run(text, (before, limit))]
+
+
+def annotation_envelopes(index: Index, artifact_id: str) -> list[bytes]:
+    """Signed annotations, oldest first."""
+    text = """SELECT n.envelope FROM annotations n JOIN artifacts a ON a.num = n.artifact
+        WHERE a.id = ? ORDER BY n.version"""
+    return [row[0] for row in index.rows(text, (artifact_id,))]

@@ -14,6 +14,7 @@ from library.loading import open_provenance, open_verdict, refuse_revoked
 from library.manifest import unpack
 from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED, ArtifactRecord, VerdictRecord
 from library.resolve import not_found
+from library.trust import TrustDocument
 
 MAX_REPORT_BYTES = 16 << 20
 ANNOTATED = ("generated_tags", "risk_score", "conf_level", "urabrask_interest")
@@ -107,14 +108,26 @@ def annotate(core: Core, artifact_id: str, annotation: Mapping[str, Any]) -> int
         predicate = {"version": version, "time": time.time(), "annotation": dict(annotation)}
         payload = dsse.statement(record.id, record.digest, dsse.ANNOTATION, predicate)
         envelope = dsse.seal(payload, dsse.IN_TOTO, [signer])
-        data = {"version": version, "envelope": sha256_hex(envelope), "keyid": signer.keyid}
-        seq = ledger.append(core.index, "artifact.annotated", artifact_id, data)
-        num = rows.artifact_num(core.index, artifact_id)
-        rows.add_annotation(core.index, num, (version, signer.keyid, envelope, predicate["time"], seq))
-        report = dict(verdict.report) if verdict else {}
-        query.write_facts(core.index, num, record, {**report, **annotation})
+        insert_annotation(core, record, envelope, signer.keyid, predicate, verdict.report if verdict else {})
     core.after_write()
     return version
+
+
+def insert_annotation(
+    core: Core,
+    record: ArtifactRecord,
+    envelope: bytes,
+    keyid: str,
+    predicate: Mapping[str, Any],
+    report: Mapping[str, Any],
+) -> None:
+    """The row and ledger entry of an annotation whose signature holds; inside a transaction."""
+    version = predicate["version"]
+    data = {"version": version, "envelope": sha256_hex(envelope), "keyid": keyid}
+    seq = ledger.append(core.index, "artifact.annotated", record.id, data)
+    num = rows.artifact_num(core.index, record.id)
+    rows.add_annotation(core.index, num, (version, keyid, envelope, predicate["time"], seq))
+    query.write_facts(core.index, num, record, {**report, **predicate["annotation"]})
 
 
 def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:
@@ -123,11 +136,20 @@ def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:
     if row is None:
         return {}
     version, envelope, seq = row
-    document = core.trust.document()
-    what = f"annotation {version} of {record.id}"
+    _, predicate = open_annotation(core.trust.document(), record, envelope, seq)
+    if predicate["version"] != version:
+        raise fail("E0746", f"annotation stored as version {version} is another", node=record.id)
+    return dict(predicate["annotation"])
+
+
+def open_annotation(
+    document: TrustDocument, record: ArtifactRecord, envelope: bytes, seq: int
+) -> tuple[str, dict[str, Any]]:
+    """Signing key and predicate {version, time, annotation} of a validator's annotation: E0744 to E0746."""
+    what = f"annotation of {record.id}"
     opened = dsse.open_envelope(envelope, dsse.IN_TOTO, document.role_keys("validator"), what=what)
     refuse_revoked(document, opened.keyids, seq, record.id)
     predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.ANNOTATION)
-    if predicate.get("version") != version:
-        raise fail("E0746", f"annotation stored as version {version} is another", node=record.id)
-    return dict(predicate["annotation"])
+    if predicate.keys() != {"version", "time", "annotation"} or not isinstance(predicate["annotation"], dict):
+        raise fail("E0745", f"{what} is malformed", node=record.id)
+    return opened.keyids[0], predicate
