@@ -1,0 +1,39 @@
+"""Artifact id -> something a training script calls. Neither compiler nor Triton; bytes verified before
+they are loaded.
+
+    block = runtime.load("9f2c41d0a7e3-cpu-v3-fast-5b1e07c2")      # an nn.Module
+    loss = criterion(block(x), y); loss.backward()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.api import cache_info as cache_info
+    from runtime.api import doctor as doctor
+    from runtime.api import load as load
+    from runtime.api import twin as twin
+    from runtime.binding import Block as Block
+    from runtime.loader import UnvalidatedWarning as UnvalidatedWarning
+
+_HOMES = {
+    "load": "runtime.api",
+    "twin": "runtime.api",
+    "doctor": "runtime.api",
+    "cache_info": "runtime.api",
+    "Block": "runtime.binding",
+    "UnvalidatedWarning": "runtime.loader",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when first used: `import runtime` alone costs nothing."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'runtime' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

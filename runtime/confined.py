@@ -31,7 +31,10 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full")
 # x86-64 system calls that neither a compiler nor a kernel's host code needs: network, tracing, mounting,
 # keys, modules.
-DENIED_X86 = (41, 42, 43, 49, 50, 53, 101, 161, 165, 166, 169, 175, 176, 246, 248, 249, 250, 272, 288, 298, 308, 310, 311, 313, 321, 323, 425)  # fmt: skip
+DENIED_X86 = (
+    41, 42, 43, 49, 50, 53, 101, 161, 165, 166, 169, 175, 176, 246, 248, 249, 250, 272, 288, 298, 308, 310,
+    311, 313, 321, 323, 425,
+)  # fmt: skip
 
 
 def main() -> int:
@@ -62,8 +65,9 @@ def run(module: str, request: Any) -> dict[str, Any]:
     try:
         return {"value": importlib.import_module(module).run(request)}
     except Exception as error:
-        if hasattr(error, "to_json"):
-            return {"error": error.to_json()}
+        described = getattr(error, "to_json", None)
+        if described is not None:
+            return {"error": described()}
         kind = type(error).__name__
         return {
             "error": {"kind": kind, "text": str(error)[:2000], "traceback": traceback.format_exc()[-4000:]}

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from library.canon import canonical_json
-from library.launch import ExternStep, Interface, LaunchManifest, Plan, evaluate, to_json
+from library.launch import ExternStep, Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
 from runtime import externs
 from runtime.code import Code
-from runtime.dispatch import Dispatch, Segment, dispatcher
+from runtime.dispatch import Dispatch, Segment, dispatcher, native_available
 from runtime.errors import fail
 from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out
 from runtime.memo import Memo
@@ -209,20 +209,20 @@ class Program:
                     details={"dim": d.name, "value": value, "min": d.min, "max": d.max},
                 )
 
-    def admit(self, tensors: list[Tensor]) -> Dims:
+    def admit(self, tensors: list[Tensor], counters: Counters | None = None) -> Dims:
         """Sizes of a call. Tensors that must be copied to be dense are replaced in the list (and counted).
         Errors: E0810 shape, E0811 dtype, E0813 range, E0814 device, E0818 kind of tensor, E0821 layout."""
         dims = self._known.hot.get(tuple([t.shape for t in tensors]))
         if dims is None:
-            return self._admit_slowly(tensors)
+            return self._admit_slowly(tensors, counters)
         index = self.index
         for tensor, dtype in zip(tensors, self.dtypes, strict=False):
             plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
             if not plain or tensor.is_neg():
-                return self._admit_slowly(tensors)
+                return self._admit_slowly(tensors, counters)
         return dims
 
-    def _admit_slowly(self, tensors: list[Tensor]) -> Dims:
+    def _admit_slowly(self, tensors: list[Tensor], counters: Counters | None) -> Dims:
         shapes = tuple([t.shape for t in tensors])
         dims = self._known.get(shapes)
         if dims is None:
@@ -230,10 +230,12 @@ class Program:
         for at, (tensor, spec, dtype) in enumerate(
             zip(tensors, self.interface.inputs, self.dtypes, strict=True)
         ):
-            tensors[at] = self.dense(tensor, dtype, spec.name)
+            tensors[at] = self.dense(tensor, dtype, spec.name, counters)
         return self._known.put(shapes, dims)
 
-    def dense(self, tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    def dense(
+        self, tensor: Tensor, dtype: torch.dtype, name: str, counters: Counters | None = None
+    ) -> Tensor:
         """The tensor itself, or one counted copy that is dense; refusals E0811, E0814, E0818, E0821."""
         if tensor.device.type != self.device.type or tensor.get_device() != self.index:
             raise fail(
@@ -252,7 +254,7 @@ class Program:
             )
         if tensor.is_contiguous() and not tensor.is_neg():
             return tensor
-        self.counters.copies += 1
+        (counters or self.counters).copies += 1
         return tensor.resolve_neg().contiguous()
 
     # -- plans
@@ -262,10 +264,11 @@ class Program:
         """The plan that serves a call: of those whose bucket holds and whose gradients suffice, the one
         with the fewest gradients, the first among equals. E0815."""
         values = dict(zip(self.dim_names, dims, strict=True))
+        phases = (phase, "forward") if phase == "inference" else (phase,)  # saving for nobody is only slower
         fitting = [
             p
             for p in self.launch.plans
-            if p.phase == phase
+            if p.phase in phases
             and set(wanted) <= set(p.wanted)
             and all(b.low <= values[b.dim] <= b.high for b in p.bucket)
         ]
@@ -277,7 +280,7 @@ class Program:
                 node=self.artifact_id,
                 hint="compile the blueprint for these sizes and gradients",
             )
-        return min(fitting, key=lambda p: len(p.wanted))
+        return min(fitting, key=lambda p: (phases.index(p.phase), len(p.wanted)))
 
     def ready(self, phase: str, dims: Dims, wanted: tuple[str, ...] = ()) -> Ready:
         """Launch-ready plan of a phase for these sizes."""
@@ -336,15 +339,30 @@ class Program:
             sizes = self.admit(feeds) if dims is None else dims
             return [*feeds, sizes]
         values = dims if dims is not None else self.backward_dims(plan, tensors)
-        bound = dict(zip(self.dim_names, values, strict=True))
-        feeds = [
-            t if t is None or t.is_contiguous() else self.dense(t, t.dtype, "a cotangent") for t in tensors
-        ]
-        for at, spec in enumerate(self.interface.outputs, self.saved_count):
-            if feeds[at] is None:
-                shape = [evaluate(s, bound) for s in spec.shape]
-                feeds[at] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=self.device)
-        return [*feeds, values]
+        saved = [t for t in tensors[: self.saved_count] if t is not None]
+        return [*self.backward_feeds(values, saved, tensors[self.saved_count :]), values]
+
+    def backward_feeds(
+        self,
+        dims: Dims,
+        saved: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        counters: Counters | None = None,
+    ) -> list[Any]:
+        """What a backward plan reads, dense: zeros stand for a cotangent that is None."""
+        feeds: list[Any] = [*saved, *cotangents]
+        for at, tensor in enumerate(feeds):
+            if tensor is None:
+                feeds[at] = self.zeros(self.interface.outputs[at - self.saved_count], dims)
+            elif not tensor.is_contiguous() or tensor.is_neg():
+                feeds[at] = self.dense(tensor, tensor.dtype, "a cotangent", counters)
+        return feeds
+
+    def zeros(self, spec: TensorSpec, dims: Dims) -> Tensor:
+        """A cotangent that nobody gave."""
+        values = dict(zip(self.dim_names, dims, strict=True))
+        shape = [evaluate(s, values) for s in spec.shape]
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def backward_dims(self, plan: Plan, tensors: Sequence[Tensor | None]) -> Dims:
         """Sizes from saved tensors and cotangents: every dim must stand alone on some axis of one of them."""
@@ -363,6 +381,19 @@ class Program:
                 node=self.artifact_id,
             )
         return tuple(found[name] for name in self.dim_names)
+
+    @property
+    def uses_native(self) -> bool:
+        return native_available() if self.native is None else self.native
+
+    def variants(self) -> list[dict[str, Any]]:
+        """What was launched so far, by plan and sizes."""
+        rows = [
+            {"phase": ready.plan.phase, "dims": dict(zip(self.dim_names, ready.dims, strict=True)), **row}
+            for ready in self._ready.values()
+            for row in ready.variants()
+        ]
+        return rows
 
     def current(self) -> Any:
         """Context in which torch's current device is this program's."""

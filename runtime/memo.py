@@ -38,5 +38,9 @@ class Memo(Generic[K, V]):
         self.hot[key] = value
         return value
 
+    def values(self) -> list[V]:
+        """Everything that is held now."""
+        return list({**self._cold, **self.hot}.values())
+
     def __len__(self) -> int:
         return len(self.hot.keys() | self._cold.keys())

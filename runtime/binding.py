@@ -1,0 +1,309 @@
+"""`Block`: an artifact as an nn.Module. Parameters under the blueprint's names; forward launches pre-built
+plans."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
+
+from esper_ir.diagnostics import EsperError
+from runtime import functions, parameters
+from runtime.errors import fail
+from runtime.executor import Counters, Program
+from runtime.functions import State
+from runtime.loader import Entry, load_entry, mark_faulty
+from runtime.operators import enrol, mask_of
+from runtime.twin import twin_of
+
+log = logging.getLogger("esper.runtime")
+PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
+DISPATCH = ("auto", "op")
+FALLBACK = ("error", "eager")
+# What the eager twin may answer instead, when the caller opted in: sizes, buckets and variants that are
+# not there.
+SERVED_EAGERLY = frozenset({"E0812", "E0813", "E0815", "E0820"})
+_is_compiling = torch.compiler.is_compiling
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+class Handle:
+    """An artifact and how it was asked for: shared by copies of a block, pickled by id, one program per
+    device."""
+
+    def __init__(self, entry: Entry, options: dict[str, Any]) -> None:
+        self.entry, self.options = entry, options
+        self.artifact_id = entry.record.id
+        self._others: dict[int, Entry] = {entry.program.index: entry}
+        self.twin: nn.Module | None = None
+
+    def on(self, index: int) -> Entry:
+        """The same artifact on another card of this machine."""
+        if index not in self._others:
+            device = torch.device("cuda", index)
+            self._others[index] = load_entry(self.artifact_id, device=device, **self.options)
+        return self._others[index]
+
+    def eager(self) -> nn.Module:
+        if self.twin is None:
+            self.twin = twin_of(self.entry.container.manifest["blueprint"]["text"])
+        return self.twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        return self
+
+    def __copy__(self) -> Handle:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        device = self.entry.program.device
+        place = self.options["library"]
+        options = {**self.options, "library": None if place is None else str(place)}
+        return restore, (self.artifact_id, device.type, options)
+
+
+def restore(artifact_id: str, kind: str, options: dict[str, Any]) -> Handle:
+    """What unpickling calls: load by id, with every check, on this process's default device of that kind."""
+    return Handle(load_entry(artifact_id, device=torch.device(kind), **options), options)
+
+
+class Block(nn.Module):
+    """`block(*inputs)` with the blueprint's inputs in order; returns its output, or a tuple of them.
+
+    Errors of a call: E0810 shape, E0811 dtype, E0813 size outside the declared range, E0814 device, E0816
+    double backward, E0817 torch.func, E0818 kind of tensor, E0820 launch failure.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        fallback: str = "error",
+        dispatch: str = "auto",
+        functional: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        program, manifest = handle.entry.program, handle.entry.container.manifest
+        self._handle, self._fallback, self._dispatch = handle, fallback, dispatch
+        self._name = handle.artifact_id
+        self._blueprint = str(manifest["blueprint"]["name"])
+        self._counters = Counters()
+        self._counters.loads = 1
+        specs = program.interface.inputs
+        own = () if functional else tuple(s for s in specs if s.kind != "input")
+        self._arity = len(specs) - len(own)
+        self._own_names = tuple(s.name for s in own)
+        self._can = tuple(s.name in program.interface.differentiable for s in specs)
+        place = device if device is not None else program.device
+        text = manifest["blueprint"]["text"]
+        self._flat = all(s.kind == "param" and "." not in s.name for s in own)
+        parameters.attach(self, own, text, program.interface.differentiable, place)
+        self._bind()
+
+    def _bind(self) -> None:
+        """What cannot be copied or pickled, from what can."""
+        entry: Entry = self._handle.entry
+        entry.pin(self)
+        self._state = State(entry.program, self._counters)
+        self._index = entry.program.index
+        enrol(entry.program)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_state", "_index")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
+
+    def extra_repr(self) -> str:
+        return f"{self._blueprint}, {self._name}"
+
+    @property
+    def artifact_id(self) -> str:
+        return self._name
+
+    @property
+    def program(self) -> Program:
+        return self._state.program
+
+    # -- calls
+    # ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if _is_compiling() or self._dispatch == "op" or _modes():
+            return self._by_operator(inputs)
+        tensors = [*inputs, *self._own()] if self._own_names else list(inputs)
+        for tensor in tensors:
+            if tensor.__class__ not in PLAIN:
+                return self._special(tensors)
+        if _transforms() or forward_ad._current_level >= 0:
+            raise self._no_transform()
+        if _profiler._is_profiler_enabled:
+            with torch.profiler.record_function(f"esper::{self._blueprint}"):
+                return self._call(tensors)
+        return self._call(tensors)
+
+    def _own(self) -> list[Tensor]:
+        """Parameters, buffers and constants as they are now; what replaced one (parametrize, swapping) is
+        found by name."""
+        if self._flat:
+            found = self._parameters
+            try:
+                return [found[name] for name in self._own_names]  # type: ignore[misc]
+            except KeyError:
+                return [self._leaf(name) for name in self._own_names]
+        return [self._leaf(name) for name in self._own_names]
+
+    def _leaf(self, dotted: str) -> Tensor:
+        path, _, name = dotted.rpartition(".")
+        return getattr(self.get_submodule(path), name)
+
+    def _call(self, tensors: list[Tensor]) -> Any:
+        try:
+            if self._index >= 0 and _current_device() != self._index:
+                return self._elsewhere(tensors)
+            return self._run(self._state, tensors)
+        except EsperError as error:
+            return self._instead(error, tensors)
+
+    def _run(self, state: State, tensors: list[Tensor]) -> Any:
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return functions.call(state, *tensors)
+        program = state.program
+        dims = program.admit(tensors, state.counters)
+        ready = program.ready("inference", dims)
+        slots = ready(tensors)
+        state.counters.launches += ready.launches
+        outputs = ready.layout.outputs
+        return slots[outputs[0]] if len(outputs) == 1 else tuple([slots[i] for i in outputs])
+
+    def _elsewhere(self, tensors: list[Tensor]) -> Any:
+        """Tensors on a card that is not the current one, or another than the block was loaded on."""
+        index = tensors[0].get_device() if tensors else self._index
+        if index >= 0 and index != self._index:
+            entry = self._handle.on(index)
+            entry.pin(self)
+            self._state, self._index = State(entry.program, self._counters), index
+            enrol(entry.program)
+        with torch.cuda.device(self._index):
+            return self._run(self._state, tensors)
+
+    def _by_operator(self, inputs: Iterable[Tensor]) -> Any:
+        return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
+
+    def _operate(self, tensors: list[Tensor]) -> Any:
+        mask = mask_of(tensors, self._can) if torch.is_grad_enabled() else 0
+        found = torch.ops.esper.fwd(self._name, mask, tensors)
+        count = len(self._state.program.interface.outputs)
+        return found[0] if count == 1 else tuple(found[:count])
+
+    def _special(self, tensors: list[Tensor]) -> Any:
+        """Subclasses of Tensor: those that dispatch (fake, functional) go by the operator, distributed
+        ones are refused."""
+        for tensor in tensors:
+            kind = type(tensor)
+            if kind.__name__ in ("DTensor", "NestedTensor", "GradTrackingTensor"):
+                raise fail(
+                    "E0818",
+                    f"a {kind.__name__} was passed to {self._name}",
+                    node=self._name,
+                    hint="pass local tensors: tensor.to_local(), or unpack the nested tensor",
+                )
+        return self._operate(tensors)
+
+    def _no_transform(self) -> EsperError:
+        return fail(
+            "E0817",
+            f"{self._name} inside a torch.func transform or forward-mode differentiation",
+            node=self._name,
+            hint="use the eager twin there: runtime.twin(id)",
+        )
+
+    def _instead(self, error: EsperError, tensors: list[Tensor]) -> Any:
+        """Shapes alone on the meta device; the eager twin, when the caller opted in and the error is one it can
+        answer."""
+        if error.code in ("E0814", "E0818") and all(t.is_meta for t in tensors):
+            return self._operate(tensors)
+        if error.code == "E0820":
+            mark_faulty(self._name)
+        if self._fallback != "eager" or error.code not in SERVED_EAGERLY:
+            raise error
+        if not self._counters.eager_fallbacks:
+            log.warning("%s: answered by the eager twin: %s", self._name, error.message)
+        self._counters.eager_fallbacks += 1
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return self._handle.eager()(*tensors)
+
+    # -- facts
+    # ---------------------------------------------------------------------------------------------------
+
+    def plan_digest(self) -> str:
+        """Digest of everything that decides which kernels run, for ranks to compare."""
+        return self._state.program.plan_digest()
+
+    def _counts(self) -> dict[str, int]:
+        """This block's counters. Calls through the operators are counted per artifact and added to every
+        block of it."""
+        own, shared = self._counters.as_dict(), self._state.program.counters.as_dict()
+        return {name: own[name] + shared[name] for name in own}
+
+    def report(self) -> dict[str, Any]:
+        """Artifact, verdict, what was chosen, counters and tolerated differences, as plain data."""
+        entry, program = self._handle.entry, self._state.program
+        verdict = entry.verdict
+        return {
+            "artifact": self._name,
+            "blueprint": entry.container.manifest["blueprint"]["id"],
+            "device": str(program.device),
+            "target": dict(entry.container.manifest["target"]),
+            "pipeline": entry.record.pipeline,
+            "determinism": entry.record.determinism,
+            "native": program.uses_native,
+            "dispatch": self._dispatch,
+            "variants": program.variants(),
+            "counters": self._counts(),
+            "verdict": verdict.__dict__.copy() if verdict is not None else None,
+            "mismatches": list(entry.notes),
+            "tags": [],
+            "plan_digest": self.plan_digest(),
+        }
+
+
+class FunctionalBlock(Block):
+    """The same as a plain callable over every leaf: `fn(x, w)`, with gradients for all of them."""
+
+
+def build(
+    name: str,
+    *,
+    device: torch.device | str | None = None,
+    library: Path | str | Any | None = None,
+    functional: bool = False,
+    allow_unvalidated: bool = False,
+    fallback: str = "error",
+    dispatch: str = "auto",
+) -> Block:
+    """What `runtime.load` does; see there."""
+    for value, known, what in ((fallback, FALLBACK, "fallback"), (dispatch, DISPATCH, "dispatch")):
+        if value not in known:
+            raise fail("E0819", f"{what}={value!r}", hint=f"one of {', '.join(known)}")
+    options = {"library": library, "allow_unvalidated": allow_unvalidated}
+    wanted = torch.device(device) if device is not None else None
+    meta = wanted.type == "meta" if wanted is not None else torch.get_default_device().type == "meta"
+    entry = load_entry(name, device=None if meta else wanted, **options)
+    made = torch.device("meta") if meta else None
+    kind = FunctionalBlock if functional else Block
+    return kind(
+        Handle(entry, options), fallback=fallback, dispatch=dispatch, functional=functional, device=made
+    )

@@ -1,0 +1,278 @@
+"""From an id to a launch-ready program: verified bytes or a refusal, once per process, bounded in memory.
+
+The library hands over bytes only after it verified them (state, digest, verdict signed by a validator
+key); nothing reaches the dynamic linker or the driver before. Cached programs are shared by all modules of
+the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esper_ir.diagnostics import EsperError, Rejected
+from library import launch as launch_manifest
+from library.manifest import Container
+from library.platform import Platform
+from library.records import ArtifactRecord, Verdict
+from library.store import Library
+from runtime import system
+from runtime.cache import Cache, CacheInfo
+from runtime.code import Code, load_code
+from runtime.errors import fail
+from runtime.executor import Program
+from runtime.select import Query, Ranking, nothing_suits, rank
+
+log = logging.getLogger("esper.runtime")
+OUT_OF_MEMORY = 2
+_REFUSALS = {"E0781": "E0802", "E0782": "E0804", "E0783": "E0808"}
+
+
+class UnvalidatedWarning(UserWarning):
+    """An artifact that nothing has proven is running."""
+
+
+def strict() -> bool:
+    """ESPER_STRICT=1: no unvalidated artifact, no other library version."""
+    return os.environ.get("ESPER_STRICT") == "1"
+
+
+class Entry:
+    """One artifact on one device. `notes`: tolerated differences between the libraries recorded and those
+    here."""
+
+    def __init__(
+        self,
+        program: Program,
+        record: ArtifactRecord,
+        container: Container,
+        verdict: Verdict | None,
+        notes: Sequence[str],
+    ) -> None:
+        self.program, self.record, self.container, self.verdict = program, record, container, verdict
+        self.notes = tuple(notes)
+        self.nbytes = len(container.data)
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def pins(self) -> int:
+        return len(self._users)
+
+    def pin(self, user: Any) -> None:
+        """Keep this entry in the cache while `user` lives."""
+        self._users.add(user)
+
+    def forked(self) -> bool:
+        return self.program.index < 0
+
+
+_cache: Cache[Entry] = Cache()
+_libraries: dict[str, Library] = {}
+_libraries_lock = threading.Lock()
+_faulty: set[str] = set()
+_meant: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+"""What a name was resolved to, so that asking again costs a look-up and gives the same choice."""
+
+
+def _after_fork() -> None:
+    global _libraries_lock
+    _libraries_lock = threading.Lock()
+    _libraries.clear()  # a connection must not cross a fork: the child opens its own
+    _cache.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def open_library(where: Library | Path | str | None = None) -> Library:
+    """The library at a place, opened read-only once per process (default place: ESPER_LIBRARY, else the
+    user's)."""
+    if isinstance(where, Library):
+        return where
+    key = str(where) if where is not None else os.environ.get("ESPER_LIBRARY", "")
+    with _libraries_lock:
+        if key not in _libraries:
+            opened = Library.open(where, create=False, readonly=True)
+            opened.warm()
+            _libraries[key] = opened
+        return _libraries[key]
+
+
+def cache_info() -> CacheInfo:
+    """Hits, misses, evictions and bytes of the process's cache."""
+    return _cache.info()
+
+
+def cache() -> Cache[Entry]:
+    """The process-wide cache itself."""
+    return _cache
+
+
+def mark_faulty(artifact_id: str) -> None:
+    """An artifact failed in use: choose it last from now on in this process."""
+    _faulty.add(artifact_id)
+
+
+def load_entry(
+    name: str,
+    *,
+    device: torch.device | None = None,
+    library: Library | Path | str | None = None,
+    allow_unvalidated: bool = False,
+) -> Entry:
+    """The launch-ready program of an artifact id, id prefix or blueprint id. Cached by what was asked for."""
+    if allow_unvalidated and strict():
+        raise fail(
+            "E0806",
+            "ESPER_STRICT=1 does not run unvalidated artifacts",
+            node=name,
+            hint="prove it with `esper-gauntlet bench`, or unset ESPER_STRICT",
+        )
+    place = library if not isinstance(library, Library) else str(library.home)
+    key = (
+        name,
+        device,
+        place,
+        allow_unvalidated,
+        os.environ.get("ESPER_LIBRARY"),
+        os.environ.get("ESPER_STRICT"),
+    )
+    return _cache.get(key, lambda: _load(name, device, library, allow_unvalidated))
+
+
+def _load(
+    name: str, device: torch.device | None, library: Library | Path | str | None, allow_unvalidated: bool
+) -> Entry:
+    opened = open_library(library)
+    record = resolve(opened, name, device, allow_unvalidated)
+    chosen = _device_for(record, device)
+    loaded = opened.load(record.id, allow_unvalidated=allow_unvalidated)
+    if loaded.verdict is None:
+        warnings.warn(
+            f"{record.id} runs unvalidated: nothing has proven it", UnvalidatedWarning, stacklevel=4
+        )
+    machine = system.machine(record.kind, int(chosen.index or 0))
+    notes = check_machine(loaded.container.manifest, machine, strict())
+    launch = launch_manifest.from_json(loaded.container.manifest["launch"])
+    program = _program(record.id, launch, loaded.container, chosen, machine)
+    if notes:
+        log.warning("%s: %s", record.id, "; ".join(notes))
+    return Entry(program, loaded.record, loaded.container, loaded.verdict, notes)
+
+
+def _program(
+    artifact_id: str,
+    launch: launch_manifest.LaunchManifest,
+    container: Container,
+    device: torch.device,
+    machine: Platform,
+) -> Program:
+    versions = machine.externs if container.manifest["externs"] else {}
+
+    def attempt() -> Code:
+        return load_code(launch, container.blobs, device, name=artifact_id, versions=versions)
+
+    try:
+        code = attempt()
+    except EsperError as error:
+        if error.details.get("cuda_error") != OUT_OF_MEMORY or not _cache.release():
+            raise
+        code = attempt()
+    program = Program(artifact_id, launch, code, strict=strict())
+    # Code is unmapped when the last user of the program is gone, wherever the cache stands by then.
+    weakref.finalize(program, code.close).atexit = False
+    return program
+
+
+def resolve(library: Library, name: str, device: torch.device | None, unvalidated: bool) -> ArtifactRecord:
+    """The record that a name means: an artifact by id or prefix, or the best artifact of a blueprint."""
+    if "-" in name:
+        return library.resolve(name)
+    ranking, blueprint, kinds = survey(library, name, device, unvalidated)
+    if not ranking.chosen:
+        raise nothing_suits(blueprint, ranking, kinds, platforms_here(device))
+    return ranking.chosen[0]
+
+
+def survey(
+    library: Library, name: str, device: torch.device | None, unvalidated: bool = False
+) -> tuple[Ranking, str, tuple[str, ...]]:
+    """Every artifact of a blueprint, ranked or refused; the blueprint's id; the kinds of device asked for."""
+    blueprint = library.blueprint(name).id
+    kinds = ("cuda", "cpu") if device is None else (device.type,)
+    platforms = platforms_here(device)
+    query = Query(blueprint, kinds, frozenset(_faulty), unvalidated)
+    return rank(query, platforms, library.artifacts(blueprint=blueprint)), blueprint, kinds
+
+
+def platforms_here(device: torch.device | None = None) -> dict[str, Platform]:
+    """What this process can run on, by kind."""
+    out = {"cpu": system.machine("cpu")}
+    if (device is None or device.type == "cuda") and torch.cuda.is_available():
+        index = (
+            system.default_device("cuda").index if device is None or device.index is None else device.index
+        )
+        out["cuda"] = system.machine("cuda", int(index or 0))
+    return out
+
+
+def _device_for(record: ArtifactRecord, device: torch.device | None) -> torch.device:
+    if record.kind == "hip":
+        raise fail(
+            "E0802",
+            f"{record.id} is for {record.arch}, not run yet",
+            node=record.id,
+        )
+    if device is not None and device.type != record.kind:
+        raise fail("E0802", f"{record.id} is for {record.kind}, asked for {device}", node=record.id)
+    if record.kind == "cuda" and not torch.cuda.is_available():
+        raise fail(
+            "E0801",
+            f"{record.id} needs a CUDA card ({record.arch}), torch sees none",
+            node=record.id,
+            hint="compile the blueprint with --target cpu, or run on a machine with the card",
+        )
+    if device is None or (device.type == "cuda" and device.index is None):
+        return system.default_device(record.kind)
+    return device
+
+
+def check_machine(manifest: Mapping[str, Any], machine: Platform, refuse: bool) -> tuple[str, ...]:
+    """Tolerated differences; E0802 architecture, E0804 driver, E0808 library absent or, with `refuse`,
+    different."""
+    target, driver = manifest["target"], manifest["target"].get("min_driver", 0)
+    judged = machine.accepts(
+        target["kind"],
+        target["arch"],
+        min_driver=driver if isinstance(driver, int) else 0,
+        externs=recorded_versions(manifest["externs"]),
+        strict=refuse,
+    )
+    if isinstance(judged, Rejected):
+        code = _REFUSALS.get(judged.code, "E0802")
+        raise fail(
+            code,
+            judged.reason,
+            node=manifest["artifact_id"],
+            hint="`python -m runtime doctor` shows this machine; `esper-forge compile` makes one for it",
+            details=judged.details,
+        )
+    return judged.value
+
+
+def recorded_versions(externs: Sequence[Any]) -> list[dict[str, str]]:
+    """{"name", "version"} of every library that the plans' extern steps reach, each once."""
+    found: dict[str, str] = {}
+    for step in externs:
+        if isinstance(step, Mapping):
+            found.update(step.get("versions", {}))
+            found.update({step["name"]: step.get("version", "")} if "name" in step else {})
+    return [{"name": name, "version": version} for name, version in sorted(found.items())]

@@ -1,0 +1,62 @@
+"""A throw-away library with hand-made artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from library.launch import LaunchManifest, to_json
+from library.manifest import FORMAT, pack
+from library.store import Library
+from tests.runtime import artifacts as a
+
+TEXT: dict[str, Any] = {
+    "format": "esper-blueprint/1",
+    "name": "scale",
+    "dims": {"rows": {"min": 1, "max": 1000, "tune": [16, 128], "multiple_of": 1}},
+    "inputs": {"x": {"dtype": "float32", "shape": ["rows", a.N]}},
+    "params": {"w": {"dtype": "float32", "shape": [a.N], "init": {"kind": "normal", "std": 0.5}}},
+    "nodes": [{"id": "y", "op": "mul", "inputs": ["x", "w"]}],
+    "outputs": ["y"],
+}
+
+
+def manifest(launch: LaunchManifest, **changes: Any) -> dict[str, Any]:
+    """A manifest for `scale`; top-level fields can be exchanged."""
+    return {
+        "format": FORMAT,
+        "blueprint": {"id": "ab" * 32, "name": "scale", "interface": "cd" * 32, "text": TEXT},
+        "target": {"name": "cpu-v2", "kind": "cpu", "arch": "x86-64-v2", "match": "minimum"},
+        "pipeline": "fast",
+        "objective": "speed",
+        "version": "12" * 32,
+        "toolchain": {},
+        "determinism": "deterministic",
+        "dims": {},
+        "launch": to_json(launch),
+        "externs": [],
+    } | changes
+
+
+def container(launch: LaunchManifest | None = None, **changes: Any) -> bytes:
+    return pack(manifest(launch or a.scale(), **changes), [("code.so", "so", a.compiled())])
+
+
+Put = Callable[..., str]
+
+
+@pytest.fixture
+def put(esper_library: Path) -> Iterator[Put]:
+    """`put(launch, validated=True, **manifest fields)` stores an artifact and returns its id."""
+    with Library.open() as library:
+
+        def store(launch: LaunchManifest | None = None, *, validated: bool = True, **changes: Any) -> str:
+            record = library.put_artifact(container(launch, **changes))
+            if validated:
+                library.record_verdict(record.id, {"stages": []}, passed=True)
+            return record.id
+
+        yield store
