@@ -10,11 +10,11 @@ from typing import Any
 from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_OK, EXIT_REVOKED, EXIT_UNTRUSTED, EsperError
 from library import rows
 from library.canon import sha256_hex
+from library.core import Core
 from library.errors import fail
 from library.loading import open_provenance, open_verdict
 from library.manifest import unpack
 from library.records import ARCHIVED, SUPERSEDED, VALIDATED, ArtifactRecord
-from library.store import Library
 
 CORRUPT, UNTRUSTED, UNAVAILABLE, REFUSED = "corrupt", "untrusted", "unavailable", "revoked"
 _KINDS = {EXIT_UNTRUSTED: UNTRUSTED, EXIT_REVOKED: REFUSED}
@@ -64,7 +64,7 @@ def finding_of(subject: str, error: EsperError) -> Finding:
     return Finding(kind, error.code, subject, error.message)
 
 
-def verify_library(lib: Library, records: Iterable[ArtifactRecord], *, contents: bool) -> VerifyReport:
+def verify_library(lib: Core, records: Iterable[ArtifactRecord], *, contents: bool) -> VerifyReport:
     """Check signatures and presence of every record's objects; with `contents` also read and hash every byte.
 
     Changes nothing: bytes that do not match stay where they are for `--repair` or for the next load to
@@ -82,7 +82,7 @@ def verify_library(lib: Library, records: Iterable[ArtifactRecord], *, contents:
     return VerifyReport(checked, tuple(findings))
 
 
-def _check_objects(lib: Library, record: ArtifactRecord, contents: bool) -> None:
+def _check_objects(lib: Core, record: ArtifactRecord, contents: bool) -> None:
     if record.state == ARCHIVED:
         return
     for digest in (record.digest, *(f.digest for f in rows.side_files(lib.index, record.id))):
@@ -95,11 +95,11 @@ def _check_objects(lib: Library, record: ArtifactRecord, contents: bool) -> None
             unpack(data)
 
 
-def _check_provenance(lib: Library, record: ArtifactRecord, contents: bool) -> None:
+def _check_provenance(lib: Core, record: ArtifactRecord, contents: bool) -> None:
     open_provenance(lib.index, lib.trust, record)
 
 
-def _check_verdict(lib: Library, record: ArtifactRecord, contents: bool) -> None:
+def _check_verdict(lib: Core, record: ArtifactRecord, contents: bool) -> None:
     found = rows.verdict_rows(lib.index, record.id)
     if not found and record.state in (VALIDATED, SUPERSEDED):
         raise fail("E0740", f"{record.id} is marked {record.state} but has no verdict")

@@ -1,44 +1,24 @@
-"""`esper-library`: thin commands over library.store. `--json` prints one document on stdout, all else goes to
-stderr."""
+"""`esper-library`: looking at a library. Thin commands; `--json` prints one document on stdout, all else
+stderr.
+"""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
+from library import cli_keep, cli_trust, history, jobs, lineage, seen
 from library.audit import verify_library
-from library.keys import ROLES, key_path, new_key
-from library.paths import trust_home
+from library.bundle import read_bundle, read_file
+from library.cli_base import Tool, as_json, emit, reading, table, when, writing
+from library.contracts import KernelQuery
+from library.doctor import examine
 from library.records import ArtifactRecord
+from library.repair import repair
 from library.store import Library
-from library.trust import Role, TrustStore
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Tool(click.Group):
-    """A group whose commands end in the exit code of their refusal."""
-
-    def main(self, *args: Any, **extra: Any) -> Any:
-        """As click's, but an EsperError becomes its text on stderr and its exit code, an interruption 130."""
-        given = args[0] if args else extra.get("args")
-        arguments = list(given) if given is not None else sys.argv[1:]
-        try:
-            return super().main(*args, **extra)
-        except EsperError as error:
-            if "--json" in arguments:
-                emit({"schema": "esper-library/error/1", "error": error.to_json()})
-            click.echo(error.render(), err=True)
-            sys.exit(error.exit_code)
-        except KeyboardInterrupt:
-            sys.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=Tool, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,62 +31,52 @@ def main(context: click.Context, path: Path | None) -> None:
     context.obj = path
 
 
-def as_json(function: F) -> F:
-    """The `--json` option, the same everywhere."""
-    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(function)
-
-
-def emit(document: dict[str, Any]) -> None:
-    """The one document on stdout."""
-    click.echo(json.dumps(document, indent=2, sort_keys=True))
-
-
-def reading(context: click.Context) -> Library:
-    """The library for a command that changes nothing."""
-    return Library.open(context.obj, readonly=True)
-
-
-def writing(context: click.Context, *roles: str) -> Library:
-    """The library for a command that changes something, with only the keys it needs."""
-    return Library.open(context.obj, create=False, roles=roles)
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    """Aligned columns on stdout, plain enough to pipe."""
-    all_lines = [tuple(head), *(tuple(str(c) for c in line) for line in lines)]
-    widths = [max(len(line[i]) for line in all_lines) for i in range(len(head))]
-    for line in all_lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def when(seconds: float) -> str:
-    """UTC, to the second."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
 @main.command("ls")
 @click.option("--state", help="Only artifacts in this state.")
 @click.option("--blueprint", help="Only artifacts of this blueprint (id or prefix).")
 @click.option("--blueprints", is_flag=True, help="List blueprints instead.")
+@click.option("--jobs", "list_jobs", is_flag=True, help="List jobs instead.")
+@click.option("--limit", default=1000, show_default=True, help="At most so many; 0 for all.")
 @as_json
 @click.pass_context
 def list_command(
-    context: click.Context, state: str | None, blueprint: str | None, blueprints: bool, as_json: bool
+    context: click.Context,
+    state: str | None,
+    blueprint: str | None,
+    blueprints: bool,
+    list_jobs: bool,
+    limit: int,
+    as_json: bool,
 ) -> None:
-    """List artifacts, or blueprints."""
+    """List artifacts, blueprints or jobs."""
+    wanted = state.upper() if state else None
     with reading(context) as lib:
-        if blueprints:
-            found = [record.__dict__ for record in lib.blueprints()]
+        if list_jobs:
+            what, found = "jobs", [dict(job.__dict__) for job in jobs.listed(lib, wanted)]
+        elif blueprints:
+            what, found = "blueprints", [dict(record.__dict__) for record in lib.blueprints()]
         else:
             of = lib.blueprint(blueprint).id if blueprint else None
-            found = [record.to_json() for record in lib.artifacts(of, state.upper() if state else None)]
+            what, found = (
+                "artifacts",
+                [record.to_json() for record in lib.artifacts(of, wanted, limit or None)],
+            )
     if as_json:
-        emit({"schema": "esper-library/ls/1", "blueprints" if blueprints else "artifacts": found})
-    elif blueprints:
-        table(("BLUEPRINT", "NAME", "STATE"), [(r["id"], r["name"], r["state"]) for r in found])
-    else:
-        rows = [(r["id"], r["name"], r["state"], f"{r['size']}", when(r["created"])) for r in found]
-        table(("ARTIFACT", "NAME", "STATE", "BYTES", "STORED"), rows)
+        emit("ls", {what: found})
+        return
+    columns = _COLUMNS[what]
+    table([c.upper() for c in columns], [[_cell(row, c) for c in columns] for row in found])
+
+
+_COLUMNS = {
+    "artifacts": ("id", "name", "state", "size", "created"),
+    "blueprints": ("id", "name", "state", "created"),
+    "jobs": ("num", "kind", "subject", "state", "attempt", "owner"),
+}
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    return when(row[column]) if column == "created" else str(row[column])
 
 
 @main.command("show")
@@ -119,7 +89,7 @@ def show_command(context: click.Context, artifact: str, as_json: bool) -> None:
         record = lib.resolve(artifact)
         document = described(lib, record)
     if as_json:
-        emit({"schema": "esper-library/show/1", **document})
+        emit("show", document)
         return
     for key, value in record.to_json().items():
         if value != "":
@@ -131,6 +101,8 @@ def show_command(context: click.Context, artifact: str, as_json: bool) -> None:
         click.echo(
             f"{'verdict':15} {verdict['result']} at {when(verdict['time'])} by key {verdict['keyid'][:16]}"
         )
+    for key, value in document["annotation"].items():
+        click.echo(f"{key:15} {value}")
 
 
 def described(lib: Library, record: ArtifactRecord) -> dict[str, Any]:
@@ -140,87 +112,194 @@ def described(lib: Library, record: ArtifactRecord) -> dict[str, Any]:
         "artifact": record.to_json(),
         "side_files": [file.__dict__ for file in lib.side_files(record.id)],
         "verdict": verdict.to_json() if verdict else None,
+        "annotation": lib.annotation(record.id),
+        "outcomes": len(lib.outcomes(record.id)),
     }
+
+
+@main.command("query")
+@click.option("--blueprint", help="Only artifacts of this blueprint (id or prefix).")
+@click.option("--require", multiple=True, help="A tag that must be there; repeatable.")
+@click.option("--prefer", multiple=True, help="A tag that ranks higher; repeatable.")
+@click.option("--exclude", multiple=True, help="A tag that must not be there; repeatable.")
+@click.option("--max-latency-ms", type=float, help="Bound of the p99 of forward and backward.")
+@click.option("--max-memory-mb", type=float, help="Bound of the peak memory.")
+@click.option("--max-risk", type=float, help="Bound of the risk score.")
+@click.option("--arch", help="Architecture (sm_90) or target (h100).")
+@click.option("--shape", help="Measured shape that the latency bound is about.")
+@click.option("--limit", default=10, show_default=True, help="At most so many answers.")
+@click.option("--explain", is_flag=True, help="Also why the others were not chosen.")
+@as_json
+@click.pass_context
+def query_command(context: click.Context, as_json: bool, explain: bool, **options: Any) -> None:
+    """Find validated artifacts by tags and bounds, best first."""
+    with reading(context) as lib:
+        blueprint = lib.blueprint(options["blueprint"]).id if options["blueprint"] else None
+        wanted = KernelQuery(
+            blueprint_id=blueprint,
+            required_tags=options["require"],
+            preferred_tags=options["prefer"],
+            excluded_tags=options["exclude"],
+            max_latency_ms=options["max_latency_ms"],
+            max_memory_mb=options["max_memory_mb"],
+            max_risk=options["max_risk"],
+            target_gpu_arch=options["arch"],
+            shape=options["shape"],
+            limit=options["limit"],
+        )
+        result = lib.find(wanted, explain=explain)
+    if as_json:
+        refused = [r.__dict__ for r in result.refused]
+        matches = [m.__dict__ for m in result.matches]
+        emit("query", {"matches": matches, "refused": refused, "reasons": dict(result.reasons)})
+        return
+    lines = [
+        (m.artifact_id, _known(m.latency_ms), _known(m.memory_mb), _known(m.risk), " ".join(m.tags))
+        for m in result.matches
+    ]
+    table(("ARTIFACT", "P99 MS", "MB", "RISK", "TAGS"), lines)
+    for refusal in result.refused:
+        click.echo(f"  not {refusal.artifact_id}: {refusal.reason}")
+
+
+def _known(value: float | None) -> str:
+    return "unmeasured" if value is None else f"{value:.4g}"
+
+
+@main.command("lineage")
+@click.argument("blueprint")
+@click.option("--up", is_flag=True, help="Ancestors instead of the tree of descendants.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Also write a picture.")
+@as_json
+@click.pass_context
+def lineage_command(
+    context: click.Context, blueprint: str, up: bool, svg: Path | None, as_json: bool
+) -> None:
+    """Where a blueprint comes from and what came of it."""
+    with reading(context) as lib:
+        start = lib.blueprint(blueprint).id
+        edges = lineage.ancestors(lib, start) if up else lineage.descendants(lib, start)
+        lines = [] if up else lineage.tree_lines(lib, start)
+        if svg is not None:
+            svg.write_text(lineage.picture(lib, start), encoding="utf-8")
+    if as_json:
+        emit("lineage", {"blueprint": start, "edges": [e.__dict__ for e in edges]})
+        return
+    for line in lines or [
+        f"{e.distance}  {e.parent[:12]} -> {e.child[:12]}  {e.relation} {e.mutation}" for e in edges
+    ]:
+        click.echo(line)
+
+
+@main.command("diff")
+@click.argument("one")
+@click.argument("two")
+@as_json
+@click.pass_context
+def diff_command(context: click.Context, one: str, two: str, as_json: bool) -> None:
+    """What two blueprints differ in."""
+    with reading(context) as lib:
+        lines = lineage.diff(lib, lib.blueprint(one).id, lib.blueprint(two).id)
+    if as_json:
+        emit("diff", {"lines": lines})
+    else:
+        click.echo("\n".join(lines) if lines else "no difference")
 
 
 @main.command("verify")
 @click.argument("artifacts", nargs=-1)
 @click.option("--contents", is_flag=True, help="Read and hash every object, not only look for it.")
+@click.option("--repair", "mend", is_flag=True, help="Put back what is lost, or file compile jobs.")
+@click.option(
+    "--from", "bundles", multiple=True, type=click.Path(path_type=Path), help="Bundle to repair from."
+)
 @as_json
 @click.pass_context
-def verify_command(context: click.Context, artifacts: tuple[str, ...], contents: bool, as_json: bool) -> None:
+def verify_command(
+    context: click.Context,
+    artifacts: tuple[str, ...],
+    contents: bool,
+    mend: bool,
+    bundles: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """Check artifacts (all without an argument): corrupt, untrusted and unavailable are reported apart."""
-    with reading(context) as lib:
+    done = []
+    with writing(context, "compiler") if mend else reading(context) as lib:
         wanted = [lib.resolve(a) for a in artifacts] or lib.artifacts()
-        report = verify_library(lib, wanted, contents=contents or bool(artifacts))
+        if mend:
+            objects = {d: o for place in bundles for d, o in read_bundle(read_file(place))[1].items()}
+            done = repair(lib, wanted, objects)
+        report = verify_library(lib, wanted, contents=contents or mend or bool(artifacts))
     if as_json:
-        emit({"schema": "esper-library/verify/1", **report.to_json()})
+        emit("verify", {**report.to_json(), "repairs": [r.__dict__ for r in done]})
     else:
+        for item in done:
+            click.echo(f"{item.artifact_id}: {item.what} {item.action}")
         click.echo(f"checked {report.checked} artifacts: {report.summary()}")
         for finding in report.findings:
             click.echo(f"  {finding.kind:11} {finding.code} {finding.subject}: {finding.message}")
     sys.exit(report.exit_code())
 
 
-@main.group("keys")
-def keys_group() -> None:
-    """Keys of this user: one directory per role."""
-
-
-@keys_group.command("list")
+@main.command("audit")
+@click.option("--sign", is_flag=True, help="Sign a checkpoint over the ledger's present head first.")
+@click.option("--prove", type=int, help="Print the inclusion proof of this ledger entry instead.")
+@click.option("--grown-from", type=int, help="Print the consistency proof from this size instead.")
+@click.option(
+    "--accept-rollback", is_flag=True, help="An older copy was put back on purpose: forget the later one."
+)
 @as_json
-def keys_list(as_json: bool) -> None:
-    """Keys that the trust store lists, and whether the private half is here."""
-    store = TrustStore(trust_home())
-    document = store.document()
-    found = [
-        {
-            "role": role,
-            "keyid": keyid,
-            "private": key_path(store.home, role, keyid).exists(),
-            "revoked_from": document.revoked_keys.get(keyid),
-        }
-        for role in ROLES
-        for keyid in document.roles[role].keyids
-    ]
+@click.pass_context
+def audit_command(
+    context: click.Context,
+    sign: bool,
+    prove: int | None,
+    grown_from: int | None,
+    accept_rollback: bool,
+    as_json: bool,
+) -> None:
+    """Verify the whole ledger against its hashes, signed checkpoints, what was seen before, and the rows."""
+    with writing(context, "validator") if sign else reading(context) as lib:
+        if sign:
+            lib.sign_head(every=1)
+        if prove is not None or grown_from is not None:
+            proof = (
+                history.prove_entry(lib, prove)
+                if prove is not None
+                else history.prove_growth(lib, grown_from or 0)
+            )
+            emit("proof", {"origin": lib.origin, **proof})
+            return
+        if accept_rollback:
+            seen.forget(lib.trust.home, lib.origin)
+        report = history.audit(lib)
     if as_json:
-        emit({"schema": "esper-library/keys/1", "version": document.version, "keys": found})
-        return
-    lines = [
-        (k["role"], k["keyid"], "here" if k["private"] else "-", _revoked(k["revoked_from"])) for k in found
-    ]
-    table(("ROLE", "KEY", "PRIVATE", "REVOKED"), lines)
-
-
-def _revoked(sequence: int | None) -> str:
-    return "-" if sequence is None else f"from ledger entry {sequence}"
-
-
-@keys_group.command("new")
-@click.argument("role", type=click.Choice(ROLES))
-@as_json
-def keys_new(role: str, as_json: bool) -> None:
-    """Add a key to ROLE, signed into the trust store by the local root key. The newest one signs."""
-    _report_key(add_key(TrustStore(trust_home()), role), role, as_json)
-
-
-def add_key(store: TrustStore, role: str) -> str:
-    """A new key in the role; its id."""
-    store.bootstrap()
-    current = store.document_or_expired()
-    keyid, raw = new_key(store.home, role)
-    listed = current.roles[role]
-    roles = {**current.roles, role: Role((*listed.keyids, keyid), listed.threshold)}
-    store.amend(keys={**current.keys, keyid: raw}, roles=roles)
-    return keyid
-
-
-def _report_key(keyid: str, role: str, as_json: bool) -> None:
-    if as_json:
-        emit({"schema": "esper-library/key/1", "role": role, "keyid": keyid})
+        emit("audit", report.to_json())
     else:
-        click.echo(f"{role} {keyid}")
+        click.echo(f"{report.entries} entries, {report.checkpoints} checkpoints, head {report.root}")
+        for finding in report.findings:
+            click.echo(f"  {finding.code} {finding.subject}: {finding.message}")
+        click.echo("all sound" if not report.findings else f"first bad entry: {report.first_bad or 'none'}")
+    sys.exit(11 if report.findings else 0)
 
+
+@main.command("doctor")
+@as_json
+@click.pass_context
+def doctor_command(context: click.Context, as_json: bool) -> None:
+    """What this library and its trust stand on: versions, places, file system, space, expiry."""
+    facts, good = examine(context.obj)
+    if as_json:
+        emit("doctor", {"facts": facts, "ok": good})
+    else:
+        for key, value in facts.items():
+            click.echo(f"{key:18} {value}")
+    sys.exit(0 if good else 1)
+
+
+cli_keep.register(main)
+cli_trust.register(main)
 
 if __name__ == "__main__":
     main()

@@ -47,7 +47,7 @@ def sql_error(error: apsw.Error, home: Path) -> EsperError:
         return fail("E0703", text, hint="free space, or run `esper-library gc`, which works on a full disk")
     if isinstance(error, apsw.ReadOnlyError | apsw.CantOpenError | apsw.PermissionsError | apsw.AuthError):
         return fail("E0702", text, hint="choose another place with --library or ESPER_LIBRARY")
-    if isinstance(error, apsw.CorruptError | apsw.NotADBError | apsw.SchemaChangeError):
+    if isinstance(error, apsw.CorruptError | apsw.NotADBError | apsw.SQLError):
         return fail("E0709", text, hint="restore esper.db from a copy, or import a bundle into a new library")
     return fail("E0710", text, hint="check the disk; the transaction was rolled back")
 

@@ -223,3 +223,61 @@ def annotation_envelopes(index: Index, artifact_id: str) -> list[bytes]:
     text = """SELECT n.envelope FROM annotations n JOIN artifacts a ON a.num = n.artifact
         WHERE a.id = ? ORDER BY n.version"""
     return [row[0] for row in index.rows(text, (artifact_id,))]
+
+
+def retention(index: Index) -> list[tuple[Any, ...]]:
+    """(id, size, created, loads, compile seconds, tamiyo interest, urabrask interest, annotated interest)."""
+    text = """SELECT a.id, a.size, a.created, u.loads, u.compile_seconds, u.tamiyo_interest,
+        u.urabrask_interest, f.interest FROM artifacts a LEFT JOIN usage u ON u.artifact = a.num
+        LEFT JOIN facts f ON f.artifact = a.num WHERE a.state NOT IN ('ARCHIVED', 'REVOKED')"""
+    return index.rows(text)
+
+
+def has_outcome(index: Index, key: str) -> bool:
+    """Whether a field report with this key was taken in."""
+    return bool(index.row("SELECT 1 FROM outcomes WHERE key = ?", (key,)))
+
+
+def add_outcome(index: Index, num: int, seed: str, outcome: str, key: str, body: bytes, seq: int) -> int:
+    """1 when it is new, 0 when its key is known."""
+    text = """INSERT OR IGNORE INTO outcomes (artifact, seed, outcome, key, report, time, seq)
+        VALUES (?, ?, ?, ?, ?, unixepoch('subsec'), ?) RETURNING num"""
+    return len(index.run(text, (num, seed, outcome, key, body, seq)))
+
+
+def outcome_bodies(index: Index, artifact_id: str) -> list[bytes]:
+    text = """SELECT o.report FROM outcomes o JOIN artifacts a ON a.num = o.artifact
+        WHERE a.id = ? ORDER BY o.num"""
+    return [row[0] for row in index.rows(text, (artifact_id,))]
+
+
+def add_use(index: Index, num: int, loads: int, compile_seconds: float | None, now: float) -> None:
+    """Count loads; a compile time that is given replaces the one known."""
+    index.run(
+        """INSERT INTO usage VALUES (?1, ?2, ?3, ?3, coalesce(?4, 0), 0, 0)
+        ON CONFLICT(artifact) DO UPDATE SET
+        loads = loads + ?2, last = max(last, ?3), compile_seconds = coalesce(?4, compile_seconds)""",
+        (num, loads, now, compile_seconds),
+    )
+
+
+def set_interest(index: Index, num: int, tamiyo: float | None, urabrask: float | None) -> None:
+    text = """UPDATE usage SET tamiyo_interest = coalesce(?, tamiyo_interest),
+        urabrask_interest = coalesce(?, urabrask_interest) WHERE artifact = ?"""
+    index.run(text, (tamiyo, urabrask, num))
+
+
+def add_edge(index: Index, parent: str, child: str, relation: str, mutation: str, seq: int) -> None:
+    text = "INSERT OR IGNORE INTO edges VALUES (?, ?, ?, ?, unixepoch('subsec'), ?)"
+    index.run(text, (parent, child, relation, mutation, seq))
+
+
+def edges_from(index: Index, start: str, *, down: bool, depth: int) -> list[tuple[Any, ...]]:
+    """(parent, child, relation, mutation, distance) reachable from a blueprint, nearest first."""
+    here, there = ("parent", "child") if down else ("child", "parent")
+    text = f"""WITH RECURSIVE reach(id, distance) AS (SELECT ?1, 0 UNION
+        SELECT e.{there}, r.distance + 1 FROM reach r JOIN edges e ON e.{here} = r.id WHERE r.distance < ?2)
+        SELECT e.parent, e.child, e.relation, e.mutation, min(r.distance) + 1 FROM reach r
+        JOIN edges e ON e.{here} = r.id WHERE r.distance < ?2
+        GROUP BY e.parent, e.child, e.relation ORDER BY 5, e.parent, e.child"""
+    return index.rows(text, (start, depth))

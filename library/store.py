@@ -23,12 +23,13 @@ found, 11 corrupt, 12 untrusted, 13 revoked or archived, 14 conflict or ambiguou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from library import artifacts, ledger, query, rows, verdicts
+from library import artifacts, curate, gc, ledger, lineage, outcomes, query, rows, verdicts
 from library.canon import canonical_json, parse_json, sha256_hex
-from library.contracts import KernelQuery, KernelQueryResult
+from library.contracts import FieldReport, KernelQuery, KernelQueryResult
 from library.core import Core
 from library.errors import fail
 from library.loading import load_artifact
@@ -235,6 +236,32 @@ class Library(Core):
     def revoke(self, artifact_id: str, reason: str) -> ArtifactRecord:
         """Never load it again. Final."""
         return self.move(artifact_id, REVOKED, reason)
+
+    # -- lineage, outcomes, keeping ------------------------------------------------------------------
+
+    def add_edge(self, parent: str, child: str, relation: str, mutation: str = "") -> None:
+        """Blueprint `child` was made from `parent`; see library.lineage."""
+        lineage.add_edge(self, parent, child, relation, mutation)
+
+    def record_outcomes(self, reports: Iterable[FieldReport]) -> int:
+        """Keep field reports, each once; how many were new."""
+        return outcomes.record_outcomes(self, reports)
+
+    def outcomes(self, artifact_id: str) -> list[FieldReport]:
+        """Field reports about one artifact, in the order they came."""
+        return outcomes.outcomes(self, artifact_id)
+
+    def archive(self, artifact_ids: Sequence[str], place: Path, reason: str = "") -> int:
+        """Move artifacts into a bundle at `place` and mark them ARCHIVED; see library.curate."""
+        return curate.archive(self, artifact_ids, place, reason)
+
+    def restore(self, place: Path) -> list[str]:
+        """Bring archived artifacts back from a bundle, verified, in the state they had."""
+        return curate.restore(self, place)
+
+    def collect(self, *, grace_s: float = gc.GRACE_S, dry_run: bool = True) -> gc.GcReport:
+        """Remove bytes that no row names; see library.gc."""
+        return gc.collect(self, grace_s=grace_s, dry_run=dry_run)
 
     # -- measurements ----------------------------------------------------------------------------------
 

@@ -153,3 +153,11 @@ def open_annotation(
     if predicate.keys() != {"version", "time", "annotation"} or not isinstance(predicate["annotation"], dict):
         raise fail("E0745", f"{what} is malformed", node=record.id)
     return opened.keyids[0], predicate
+
+
+def rank_again(core: Core, record: ArtifactRecord) -> None:
+    """Write what find() knows about a VALIDATED artifact from its signed verdict and annotation."""
+    verdict = read_verdict(core, record)
+    report = {**(verdict.report if verdict else {}), **newest_annotation(core, record)}
+    with core.index.write():
+        query.write_facts(core.index, rows.artifact_num(core.index, record.id), record, report)

@@ -1,0 +1,77 @@
+"""Mending what `verify` found: lost or corrupt objects come from bundles, from other objects, or from a
+compile job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from esper_ir.diagnostics import EsperError
+from library import jobs, rows
+from library.canon import canonical_json, sha256_hex
+from library.core import Core
+from library.manifest import unpack
+from library.records import ARCHIVED, ArtifactRecord
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What was done about one object of one artifact: "restored", "job filed", "job waiting" or "lost"."""
+
+    artifact_id: str
+    digest: str
+    what: str
+    action: str
+
+
+def repair(core: Core, records: Sequence[ArtifactRecord], objects: Mapping[str, bytes]) -> list[Repair]:
+    """Put back every missing or corrupt object of `records` that `objects` (from bundles, by digest) holds.
+
+    A container that is nowhere becomes a compile job for its blueprint; a blueprint's text is taken from a
+    sound container; a side file that is nowhere is reported lost, since nothing loads it.
+    """
+    core.refuse_readonly()
+    done: list[Repair] = []
+    for record in records:
+        if record.state == ARCHIVED:
+            continue
+        for digest, what in _wanted(core, record):
+            if not _sound(core, digest):
+                done.append(_mend(core, record, digest, what, objects))
+    return done
+
+
+def _wanted(core: Core, record: ArtifactRecord) -> list[tuple[str, str]]:
+    blueprint = rows.blueprint(core.index, record.blueprint)
+    text = [(blueprint.text_digest, "blueprint")] if blueprint else []
+    reports = [(row[5], "report") for row in rows.verdict_rows(core.index, record.id)]
+    files = [(f.digest, f"side file {f.name}") for f in rows.side_files(core.index, record.id)]
+    return [(record.digest, "container"), *text, *reports, *files]
+
+
+def _sound(core: Core, digest: str) -> bool:
+    try:
+        return sha256_hex(core.blobs.read_raw(digest)) == digest
+    except EsperError:
+        return False
+
+
+def _mend(core: Core, record: ArtifactRecord, digest: str, what: str, objects: Mapping[str, bytes]) -> Repair:
+    found = objects.get(digest) or (_blueprint_text(core, record, digest) if what == "blueprint" else None)
+    if found is not None:
+        with core.publishing({digest: found}, f"repair {record.id}"):
+            pass
+        return Repair(record.id, digest, what, "restored")
+    if what == "container":
+        labels = {"target": record.target, "pipeline": record.pipeline, "objective": record.objective}
+        new = jobs.file_job(core, "compile", record.blueprint, labels, priority=1)
+        return Repair(record.id, digest, what, "job filed" if new else "job waiting")
+    return Repair(record.id, digest, what, "lost")
+
+
+def _blueprint_text(core: Core, record: ArtifactRecord, digest: str) -> bytes | None:
+    if not _sound(core, record.digest):
+        return None
+    text = canonical_json(unpack(core.blobs.read_raw(record.digest)).manifest["blueprint"]["text"])
+    return text if sha256_hex(text) == digest else None
