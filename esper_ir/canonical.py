@@ -78,7 +78,8 @@ def number(value: int | float | bool) -> list[str]:
 
 
 def _leaf(leaf: Leaf, encoder: _Encoder) -> list[Any]:
-    out: list[Any] = [leaf.kind, encoder.type(leaf.type), leaf.compute.value if leaf.compute else None]
+    compute = leaf.compute if leaf.compute is not leaf.type.dtype else None
+    out: list[Any] = [leaf.kind, encoder.type(leaf.type), compute.value if compute else None]
     if leaf.kind == "constant":
         out.append(_data(leaf.data))
     return out

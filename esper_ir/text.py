@@ -392,3 +392,63 @@ def render(bp: Blueprint) -> str:
         else:
             parts.append(f"  {json.dumps(key)}: {dump(value)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _open_object(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "propertyNames": {"pattern": f"^{NAME.pattern}$"},
+        "additionalProperties": values,
+    }
+
+
+def _closed_object(properties: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
+    out: dict[str, Any] = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    return {**out, "required": list(required)} if required else out
+
+
+def _leaf_schema(kind: str) -> dict[str, Any]:
+    size = {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
+    properties: dict[str, Any] = {
+        "dtype": {"enum": [d.value for d in DType]},
+        "shape": {"type": "array", "items": size, "maxItems": MAX_RANK},
+    }
+    if kind in ("param", "buffer"):
+        number = {"type": "number"}
+        kinds = [
+            _closed_object({"kind": {"const": k}, **dict.fromkeys(v, number)}, ("kind",))
+            for k, v in INITIALISERS.items()
+        ]
+        properties["init"] = {"oneOf": [{"enum": list(INITIALISERS)}, *kinds]}
+    if kind == "param":
+        properties["compute"] = {"enum": [d.value for d in DType if d.is_floating]}
+    if kind == "constant":
+        text, digest = {"type": "string"}, {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+        file = _closed_object({"file": text, "sha256": digest, "key": text}, ("file", "sha256"))
+        properties["data"] = {"oneOf": [{"type": ["array", "number", "boolean"]}, file]}
+    needed = ("dtype", "shape", "data") if kind == "constant" else ("dtype", "shape")
+    return _open_object(_closed_object(properties, needed))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the text form. It checks shape only; `verify` knows the meaning."""
+    name, size = {"type": "string", "pattern": f"^{NAME.pattern}$"}, {"type": "integer", "minimum": 0}
+    names = {"type": "array", "items": name}
+    dim = _closed_object(
+        {"min": size, "max": size, "multiple_of": size, "tune": {"type": "array", "items": size}}
+    )
+    operand = {"oneOf": [name, {"type": ["number", "boolean"]}]}
+    operands = {"type": "array", "items": operand}
+    node = {"id": name, "op": {"type": "string"}, "inputs": operands, "attrs": {"type": "object"}}
+    properties: dict[str, Any] = {
+        "format": {"const": FORMAT},
+        "name": {"type": "string", "minLength": 1, "maxLength": 255},
+        "dims": _open_object(dim),
+        **{section: _leaf_schema(kind) for section, kind in SECTIONS.items()},
+        "nodes": {"type": "array", "items": _closed_object(node, ("id", "op")), "maxItems": MAX_NODES},
+        "outputs": {**names, "minItems": 1, "uniqueItems": True},
+        "differentiable": names,
+        "metadata": {"type": "object"},
+    }
+    schema = _closed_object(properties, ("format", "name", "nodes", "outputs"))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Esper blueprint", **schema}

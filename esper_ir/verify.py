@@ -172,6 +172,7 @@ class _Typing:
         self.typed: list[Node] = []
         self.ranges = ranges_of(check.bp)
         self._proved: set[Dim] = set()
+        self._told = {s for leaf in check.bp.leaves for d in leaf.type.shape for s in d.symbols()}
 
     def leaves(self) -> Iterator[Node]:
         """Types of leaves; a param with another compute dtype is read through a cast."""
@@ -220,6 +221,8 @@ class _Typing:
                 if dim.static is not None and dim.static >= 0 or dim in self._proved:
                     continue
                 unknown = dim.symbols() - set(self.ranges)
+                if unknown and unknown <= self._told:
+                    continue  # reported once, at the leaf
                 if unknown:
                     raise EsperError("E0307", f"unknown dim {min(unknown)!r}", hint="declare it under dims")
                 if not _non_negative(dim, self.ranges):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -118,8 +119,8 @@ def _hypot(attrs: Attrs) -> Expr:
     large, small = prim("maximum", a, b), prim("minimum", a, b)
     ratio = prim("div", small, large)
     scaled = prim("mul", large, prim("sqrt", prim("add", 1.0, prim("mul", ratio, ratio))))
-    plain = prim("or", prim("eq", large, 0.0), prim("eq", large, float("inf")))
-    return prim("where", plain, large, scaled)
+    infinite = prim("or", prim("eq", a, math.inf), prim("eq", b, math.inf))
+    return prim("where", infinite, math.inf, prim("where", prim("eq", large, 0.0), large, scaled))
 
 
 def _where_infer(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:

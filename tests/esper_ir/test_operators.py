@@ -4,17 +4,21 @@ sample.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from esper_ir.expand import expand
 from esper_ir.grad import joint
 from esper_ir.graph import Blueprint, Graph, Leaf, Node
+from esper_ir.graphbuilder import GraphBuilder
 from esper_ir.opdef import Composite, NotDifferentiable, OpDef, Pointwise, Sample, compute_dtype
+from esper_ir.oracle import classes
 from esper_ir.reference import evaluate
 from esper_ir.registry import OPS
 from esper_ir.text import parse, render
-from esper_ir.types import DType
+from esper_ir.types import DType, TensorType
 from esper_ir.verify import typed
 from tests.esper_ir.cases import CASES, graph_of, values_of
 from tests.esper_ir.scalars import run_body
@@ -136,3 +140,76 @@ def test_record_is_whole(op: OpDef) -> None:
     assert op.tolerance.factor == 1.0 or op.tolerance.reason
     kinds = {t.dtype for s in op.samples for t in s.operands if hasattr(t, "dtype")}
     assert not op.arity[0] or {DType.float32, DType.bfloat16, DType.bool} & kinds
+
+
+def special_values(dtype: DType) -> torch.Tensor:
+    kind = getattr(torch, dtype.value)
+    info = torch.finfo(kind)
+    rows = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -3.0, 20.5, -20.5, 100.0, -100.0]
+    return torch.tensor([*rows, info.max, -info.max, info.tiny], dtype=kind)
+
+
+UNARY = [
+    o for o in OPS.values() if isinstance(o.lowering, Pointwise) and o.arity == (1, 1) and o.name != "cast"
+]
+
+
+@pytest.mark.parametrize("op", UNARY, ids=lambda o: o.name)
+def test_special_values_of_one_operand(op: OpDef) -> None:
+    x = special_values(DType.float32)
+    builder = GraphBuilder({"a0": TensorType.of("float32", x.shape)})
+    for attrs in {str(s.attrs): s.attrs for s in op.samples}.values():
+        graph = builder.graph([builder(op.name, builder.value("a0"), **attrs)])
+        want = evaluate(graph, {"a0": x})[graph.outputs[0]]
+        assert isinstance(op.lowering, Pointwise)
+        got = run_body(op.lowering.body(dict(graph.nodes[-1].attrs)), [x], DType.float32).to(want.dtype)
+        wide = evaluate(graph, {"a0": x}, precision="float64")[graph.outputs[0]].to(want.dtype)
+        # gelu(inf) is NaN in torch's float32 CPU kernel, inf in float64 and on CUDA: either is right.
+        sure = classes(wide) == classes(want) if want.is_floating_point() else torch.ones_like(want)
+        close(got[sure], want[sure], 8 * op.tolerance.factor)
+
+
+BINARY = [o for o in OPS.values() if isinstance(o.lowering, Pointwise) and o.arity == (2, 2)]
+
+
+@pytest.mark.parametrize("op", BINARY, ids=lambda o: o.name)
+def test_special_values_of_two_operands(op: OpDef) -> None:
+    one = special_values(DType.float32)
+    x, y = (t.flatten() for t in torch.meshgrid(one, one, indexing="ij"))
+    kind = TensorType.of("float32", x.shape)
+    builder = GraphBuilder({"a0": kind, "a1": kind})
+    graph = builder.graph([builder(op.name, builder.value("a0"), builder.value("a1"))])
+    want = evaluate(graph, {"a0": x, "a1": y})[graph.outputs[0]]
+    assert isinstance(op.lowering, Pointwise)
+    got = run_body(op.lowering.body(dict(graph.nodes[-1].attrs)), [x, y], DType.float32).to(want.dtype)
+    close(got, want, 8 * op.tolerance.factor)
+
+
+ROWS = (
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "rms_norm",
+    "layer_norm",
+    "amax",
+    "amin",
+    "sum",
+    "mean",
+    "prod",
+)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_special_rows(name: str) -> None:
+    """Rows with NaN, one infinity, both, only infinities: the expansion has them where torch has."""
+    inf, nan = math.inf, math.nan
+    x = torch.tensor(
+        [[1.0, nan, 2.0], [inf, 1.0, 2.0], [-inf, 1.0, 2.0], [inf, -inf, 0.0], [-inf] * 3, [inf] * 3]
+    )
+    builder = GraphBuilder({"a0": TensorType.of("float32", x.shape)})
+    params = (
+        {"dim": -1} if OPS[name].attr("dim") else {"dims": (1,)} if OPS[name].attr("dims") else {"eps": 1e-6}
+    )
+    graph = builder.graph([builder(name, builder.value("a0"), **params)])
+    want = evaluate(graph, {"a0": x})[graph.outputs[0]]
+    close(evaluate(expand(graph), {"a0": x})[graph.outputs[0]], want, 8)
