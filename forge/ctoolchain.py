@@ -10,11 +10,9 @@ import base64
 import os
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 from forge.target import Target
@@ -94,21 +92,9 @@ def compile_c(
     flags = flags_of(target)
     request = {"compiler": str(chosen), "flags": list(flags), "text": text, "seconds": seconds}
     limits = Limits(seconds=seconds, memory_bytes=4 << 30, readable=(str(chosen.resolve().parent),))
-    answer = ask("forge.ctoolchain", request, limits)
+    answer = ask("forge.c_worker", request, limits)
     if "error" in answer.value:
         raise EsperError("E0521", "the C compiler refused generated code", hint=answer.value["error"])
     data = base64.b64decode(answer.value["data"])
     return CompiledObject(data, compiler_version(chosen), flags, answer.value["seconds"], answer.level)
 
-
-def run(request: dict[str, Any]) -> dict[str, Any]:
-    """The worker's side: text in by stdin, so that no path of this machine can reach the object."""
-    out = Path(request["workdir"]) / "module.so"
-    command = [request["compiler"], *request["flags"], "-o", out.name, "-", "-lm"]
-    started = time.perf_counter()
-    done = subprocess.run(
-        command, input=request["text"], capture_output=True, text=True, cwd=out.parent, check=False
-    )
-    if done.returncode:
-        return {"error": done.stderr[-4000:]}
-    return {"data": base64.b64encode(out.read_bytes()).decode(), "seconds": time.perf_counter() - started}

@@ -28,6 +28,9 @@ from forge.views import ONE
 ZERO = Dim()
 TILE = 4096
 PARTIALS = 512
+# Rows that one program adds in float32 before the float64 sum of the partial rows: the error of a running sum grows
+# with the root of its length, and eager's own sums are trees.
+ADDED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
     rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
     cols = space[-1].value(given.sizes)
     if given.target.kind == "cpu":
-        per = max(-(-rows // 64), 1) if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
+        per = ADDED_ROWS if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
         return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
@@ -181,7 +184,11 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         assert isinstance(low, Reduction)
         accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
         loaded = add(partial(_load, len(accesses) - 1))
+        if given.target.kind == "cpu":
+            loaded = add(partial(_widen, loaded))
         total = add(partial(_fold, loaded, low.combine))
+        if given.target.kind == "cpu":
+            total = add(partial(_narrow, total, _dtype(given, node_id)))
         names[node_id] = finish_reduction(node, given.graph, total, add)
     for node in given.group.nodes:
         if node.id in given.group.finishers:
@@ -196,6 +203,14 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
 
 def _load(access: int, name: str) -> Stmt:
     return Load(name, access)
+
+
+def _widen(arg: str, name: str) -> Stmt:
+    return Compute(name, Arg(0), (arg,), DType.float64)
+
+
+def _narrow(arg: str, dtype: DType, name: str) -> Stmt:
+    return Compute(name, Arg(0), (arg,), dtype)
 
 
 def _fold(arg: str, combine: str, name: str) -> Stmt:
