@@ -16,7 +16,7 @@ from runtime import binding, loader, system
 from runtime.binding import Block
 from runtime.cache import CacheInfo
 from runtime.dispatch import native_available
-from runtime.twin import module_of
+from runtime.eager import module_of
 
 
 def load(

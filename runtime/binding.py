@@ -20,7 +20,7 @@ from runtime.executor import Counters, Program
 from runtime.functions import State
 from runtime.loader import Entry, load_entry, mark_faulty
 from runtime.operators import enrol, mask_of
-from runtime.twin import twin_of
+from runtime.eager import twin_of
 
 log = logging.getLogger("esper.runtime")
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -231,8 +231,7 @@ class Block(nn.Module):
         )
 
     def _instead(self, error: EsperError, tensors: list[Tensor]) -> Any:
-        """Shapes alone on the meta device; the eager twin, when the caller opted in and the error is one it can
-        answer."""
+        """Shapes alone on the meta device; the eager twin, if the caller opted in and it can answer."""
         if error.code in ("E0814", "E0818") and all(t.is_meta for t in tensors):
             return self._operate(tensors)
         if error.code == "E0820":

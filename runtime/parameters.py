@@ -98,7 +98,7 @@ def attach(
     differentiable: Sequence[str],
     device: torch.device | None,
 ) -> None:
-    """Register every leaf under its own name, dots as nested modules, params before buffers before constants."""
+    """Register every leaf under its own name, dots as nested modules: params, buffers, constants."""
     for kind in SECTIONS:
         for spec in specs:
             if spec.kind != kind:

@@ -243,16 +243,23 @@ assert block.report()['counters']['launches'] == 3
     assert all(before[p] == t for p, t in after.items())
 
 
-def test_import_is_cheap() -> None:
+def test_import_is_cheap(tmp_path: Path) -> None:
+    """Processor time, compiled files at hand, beside torch's own import in the same process."""
     script = """
-import time, torch
-t = time.perf_counter()
+import time
+start = time.process_time()
+import torch
+middle = time.process_time()
 import runtime
+first = time.process_time()
 runtime.load, runtime.Block
-print(time.perf_counter() - t)
+print(first - middle, (time.process_time() - first) / (middle - start))
 """
-    times = [
-        float(subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) < 0.060, times
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    figures = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+        figures.append([float(word) for word in done.stdout.split()])
+    assert min(f[0] for f in figures) < 0.010, figures
+    assert min(f[1] for f in figures) < 0.08, figures
