@@ -172,7 +172,8 @@ class _Typing:
         self.typed: list[Node] = []
         self.ranges = ranges_of(check.bp)
         self._proved: set[Dim] = set()
-        self._told = {s for leaf in check.bp.leaves for d in leaf.type.shape for s in d.symbols()}
+        self._leaf_dims = {d for leaf in check.bp.leaves for d in leaf.type.shape}
+        self._told = {s for d in self._leaf_dims for s in d.symbols()}
 
     def leaves(self) -> Iterator[Node]:
         """Types of leaves; a param with another compute dtype is read through a cast."""
@@ -225,7 +226,7 @@ class _Typing:
                     continue  # reported once, at the leaf
                 if unknown:
                     raise EsperError("E0307", f"unknown dim {min(unknown)!r}", hint="declare it under dims")
-                if not _non_negative(dim, self.ranges):
+                if not _non_negative(dim, self.ranges) and dim not in self._leaf_dims:
                     raise EsperError("E0206", f"cannot prove {dim} >= 0 over the declared range of its dims")
                 self._proved.add(dim)
 
