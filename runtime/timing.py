@@ -1,0 +1,238 @@
+"""The one way in which anything is timed: device time from replayed CUDA graphs, host time, and time on
+the cpu.
+
+Candidates are interleaved round by round, so that drift of clocks and neighbours falls on all of them
+alike, and what is reported is the median with its 95 % order-statistic interval. Before each device sample
+the second-level cache is flushed; the flush keeps the card busy while the host enqueues the sample, so
+that no host gap lies inside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Work = Callable[[], Any]
+FLUSH_BYTES = 256 << 20  # several times the largest second-level cache known (H200: 50 MiB)
+WARM_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds. `low` and `high` bound the median (95 %); `graphed`: replayed from a CUDA graph."""
+
+    samples: tuple[float, ...]
+    graphed: bool = False
+
+    @property
+    def median(self) -> float:
+        return self.quantile(0.5)
+
+    @property
+    def low(self) -> float:
+        return self._rank(-1)
+
+    @property
+    def high(self) -> float:
+        return self._rank(1)
+
+    @property
+    def p99(self) -> float:
+        return self.quantile(0.99)
+
+    @property
+    def iqr(self) -> float:
+        """Distance of the quartiles."""
+        return self.quantile(0.75) - self.quantile(0.25)
+
+    def quantile(self, q: float) -> float:
+        """Linear between order statistics."""
+        ordered = sorted(self.samples)
+        at = q * (len(ordered) - 1)
+        below = math.floor(at)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (at - below) * (ordered[above] - ordered[below])
+
+    def _rank(self, sign: int) -> float:
+        # The median's rank is binomial(n, 1/2): 0.98 sqrt(n) covers 95 % (David and Nagaraja, Order
+        # Statistics, 7.1).
+        ordered, n = sorted(self.samples), len(self.samples)
+        at = round((n - 1) / 2 + sign * 0.98 * math.sqrt(n))
+        return ordered[max(0, min(n - 1, at))]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "median_us": self.median,
+            "low_us": self.low,
+            "high_us": self.high,
+            "iqr_us": self.iqr,
+            "p99_us": self.p99,
+            "n": len(self.samples),
+            "graphed": self.graphed,
+        }
+
+
+def faster(a: Timing, b: Timing, margin: float = 0.02) -> bool:
+    """Whether `a` is at least `margin` faster than `b` and their intervals do not meet."""
+    return a.median < b.median * (1 - margin) and a.high < b.low
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection inside a measurement."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def cpu_times(
+    work: Mapping[str, Work], *, rounds: int = 30, at_least_us: float = 50.0, warm: int = WARM_CALLS
+) -> dict[str, Timing]:
+    """Wall time per call on the cpu. Short calls are repeated inside a sample until it takes
+    `at_least_us`."""
+    inner = {name: _inner(fn, at_least_us, warm) for name, fn in work.items()}
+    samples: dict[str, list[float]] = {name: [] for name in work}
+    with quiet():
+        for turn in range(rounds):
+            for name in _rotated(list(work), turn):
+                samples[name].append(_span(work[name], inner[name]))
+    return {name: Timing(tuple(found)) for name, found in samples.items()}
+
+
+def _inner(fn: Work, at_least_us: float, warm: int) -> int:
+    for _ in range(warm):
+        fn()
+    count = 1
+    while count < 1 << 16 and _span(fn, count) * count < at_least_us:
+        count *= 2
+    return count
+
+
+def _span(fn: Work, count: int) -> float:
+    start = time.perf_counter_ns()
+    for _ in range(count):
+        fn()
+    return (time.perf_counter_ns() - start) / count / 1000
+
+
+def _rotated(names: Sequence[str], turn: int) -> list[str]:
+    at = turn % len(names) if names else 0
+    return [*names[at:], *names[:at]]
+
+
+def host_times(
+    work: Mapping[str, Work], *, calls: int = 200, rounds: int = 15, synchronise: Work | None = None
+) -> dict[str, Timing]:
+    """Host time per call: `calls` enqueued in a row, the device waited for only between rounds."""
+    wait = synchronise or _waiter()
+    samples: dict[str, list[float]] = {name: [] for name in work}
+    for fn in work.values():
+        for _ in range(max(WARM_CALLS, calls // 4)):
+            fn()
+    with quiet():
+        for turn in range(rounds):
+            for name in _rotated(list(work), turn):
+                wait()
+                samples[name].append(_span(work[name], calls))
+    wait()
+    return {name: Timing(tuple(found)) for name, found in samples.items()}
+
+
+def _waiter() -> Work:
+    return torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+
+def device_times(
+    work: Mapping[str, Work],
+    *,
+    device: torch.device | int | None = None,
+    rounds: int = 50,
+    flush: bool = True,
+    graph: bool = True,
+) -> dict[str, Timing]:
+    """Device time per call. What can be captured is replayed from a CUDA graph; what cannot is called
+    (`graphed` says which). The caller keeps inputs alive; results of a captured call are overwritten by
+    each replay."""
+    index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
+    with torch.cuda.device(torch.cuda.current_device() if index is None else index), quiet():
+        run = {name: captured(fn) if graph else (fn, False) for name, fn in work.items()}
+        scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
+        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in work}
+        for turn in range(rounds):
+            for name in _rotated(list(work), turn):
+                events[name].append(_device_sample(run[name][0], scratch))
+            torch.cuda.synchronize()
+    out = {}
+    for name, pairs in events.items():
+        spans = tuple(start.elapsed_time(end) * 1000 for start, end in pairs)
+        out[name] = Timing(spans, graphed=run[name][1])
+    return out
+
+
+def _device_sample(fn: Work, scratch: torch.Tensor) -> tuple[Any, Any]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    scratch.zero_()
+    start.record()
+    fn()
+    end.record()
+    return start, end
+
+
+def captured(fn: Work) -> tuple[Work, bool]:
+    """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_CALLS):
+            fn()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            fn()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return fn, False
+    return graph.replay, True
+
+
+def wall_times(
+    work: Mapping[str, Work], *, rounds: int = 30, inner: int = 10, device: torch.device | None = None
+) -> dict[str, Timing]:
+    """What a training loop sees: events around `inner` calls in a row, host gaps included; on the cpu
+    `cpu_times`."""
+    if device is None or device.type == "cpu":
+        return cpu_times(work, rounds=rounds)
+    samples: dict[str, list[float]] = {name: [] for name in work}
+    for fn in work.values():
+        for _ in range(WARM_CALLS):
+            fn()
+    with torch.cuda.device(device), quiet():
+        for turn in range(rounds):
+            for name in _rotated(list(work), turn):
+                samples[name].append(_wall_sample(work[name], inner))
+    return {name: Timing(tuple(found)) for name, found in samples.items()}
+
+
+def _wall_sample(fn: Work, inner: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(inner):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1000 / inner

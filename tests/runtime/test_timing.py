@@ -1,0 +1,55 @@
+"""Medians, intervals and interleaving, on the cpu."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from runtime import timing
+from runtime.timing import Timing
+
+
+def test_order_statistics() -> None:
+    t = Timing(tuple(float(i) for i in range(101)))
+    assert (t.median, t.quantile(0.25), t.p99, t.iqr) == (50, 25, 99, 50)
+    assert (t.low, t.high) == (40, 60)
+    one = Timing((3.0,))
+    assert (one.median, one.low, one.high, one.p99) == (3, 3, 3, 3)
+
+
+def test_the_interval_covers_the_median() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for _ in range(400):
+        t = Timing(tuple(torch.rand(51, generator=generator).tolist()))
+        hits += t.low <= 0.5 <= t.high
+    assert 0.92 < hits / 400 < 0.99
+
+
+def test_faster_needs_a_margin_and_apart_intervals() -> None:
+    slow, fast = Timing((100.0, 101.0, 102.0)), Timing((90.0, 91.0, 92.0))
+    assert timing.faster(fast, slow) and not timing.faster(slow, fast)
+    assert not timing.faster(Timing((99.5, 100.5, 101.5)), slow)
+    assert not timing.faster(Timing((10.0, 91.0, 200.0)), slow)
+
+
+def test_cpu_times_tell_a_sleep() -> None:
+    found = timing.cpu_times({"nap": lambda: time.sleep(0.002), "none": lambda: None}, rounds=5)
+    assert 1900 < found["nap"].median < 20_000 and found["none"].median < 50
+    assert len(found["nap"].samples) == 5 and not found["nap"].graphed
+    assert found["nap"].to_json()["n"] == 5
+
+
+def test_candidates_are_interleaved() -> None:
+    order: list[str] = []
+    timing.cpu_times({n: (lambda n=n: order.append(n)) for n in "abc"}, rounds=3, at_least_us=0, warm=0)
+    assert order[-9:] == list("abcbcacab")
+
+
+def test_host_times_wait_only_between_rounds() -> None:
+    calls: list[str] = []
+    timing.host_times(
+        {"f": lambda: calls.append("f")}, calls=4, rounds=2, synchronise=lambda: calls.append("|")
+    )
+    assert "".join(calls).endswith("|ffff|ffff|")
