@@ -26,7 +26,9 @@ import runtime
 from bench import digits
 from esper_ir.diagnostics import EsperError
 from forge.service import compile_file
+from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
+from library.store import Library
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BLOCK = "digits_block"
@@ -107,22 +109,21 @@ def example_inputs(path: Path, device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(shape).to(device=device, dtype=dtype) for shape, dtype in shapes]
 
 
-def build(path: Path, target: str, library: Path, device: torch.device) -> Artifact:
+def build(path: Path, target: str, library: Library, server: ForkServer, device: torch.device) -> Artifact:
     """Compile with the fast pipeline, prove, load by id and time one example."""
     (compiled,) = compile_file(path, pipelines=("fast",), targets=(target,), library=library)
-    begin = time.perf_counter()
-    verdict = prove(compiled.artifact_id, library=library)
-    prove_s = time.perf_counter() - begin
+    verdict = prove(compiled.artifact_id, library=library, server=server)
     if not verdict.passed:
-        raise click.ClickException(f"{path.name}: {compiled.artifact_id} was rejected: {verdict}")
+        raise click.ClickException(f"{path.name}: {verdict.artifact_id} {verdict.state}: {verdict.reason}")
     begin = time.perf_counter()
     block = runtime.load(compiled.artifact_id, library=library)
     load_us = 1e6 * (time.perf_counter() - begin)
     timed = call_us(block, example_inputs(path, device))
-    return Artifact(path.stem, compiled.artifact_id, compiled.seconds, prove_s, load_us, timed)
+    seconds = compiled.seconds["total"], verdict.seconds
+    return Artifact(path.stem, compiled.artifact_id, *seconds, load_us, timed)
 
 
-def train_pairs(result: Result, artifact_id: str, library: Path, data: digits.Digits, bar: Bar) -> None:
+def train_pairs(result: Result, artifact_id: str, library: Library, data: digits.Digits, bar: Bar) -> None:
     """The same seeds, weights and batches for the compiled block and for plain torch."""
     device = data.x_train.device
     runs: dict[str, list[digits.Run]] = {"esper": [], "eager": []}
@@ -184,17 +185,17 @@ def progress_bar(console: Console, total: int) -> Iterator[Bar]:
         yield Bar(progress, progress.add_task("starting", total=total))
 
 
-def run(target: str, library: Path, console: Console) -> Result:
+def run(target: str, library: Library, console: Console) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() and not target.startswith("cpu") else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     result, begin = Result(name), time.perf_counter()
     data = digits.load(device)
     paths = sorted(EXAMPLES.glob("*.json"))
     trainings = 2 * len(SEEDS) + 1
-    with progress_bar(console, len(paths) + trainings * digits.EPOCHS) as bar:
+    with progress_bar(console, len(paths) + trainings * digits.EPOCHS) as bar, ForkServer() as server:
         for path in paths:
             bar.say(f"compile and prove {path.stem}")
-            result.artifacts.append(build(path, target, library, device))
+            result.artifacts.append(build(path, target, library, server, device))
             bar.step()
         block = next(one for one in result.artifacts if one.blueprint == BLOCK)
         bar.say("train on digits")
@@ -230,6 +231,18 @@ def show(result: Result, console: Console) -> None:
         console.print(note)
 
 
+@contextmanager
+def opened(place: Path | None) -> Iterator[Library]:
+    """The library at `place` with the user's keys, else one with keys of its own that goes with the demo."""
+    if place is not None:
+        with Library.open(place) as library:
+            yield library
+        return
+    with tempfile.TemporaryDirectory(prefix="esper-demo-") as folder:
+        with Library.open(Path(folder) / "library", trust=Path(folder) / "trust") as library:
+            yield library
+
+
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One document on standard output.")
 @click.option(
@@ -239,18 +252,16 @@ def show(result: Result, console: Console) -> None:
 def main(as_json: bool, library: Path | None, target: str) -> None:
     """Compile the examples, prove them, load them by id and train on real digits beside plain torch."""
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 130)
-    with tempfile.TemporaryDirectory(prefix="esper-demo-") as temporary:
-        try:
-            result = run(target, library or Path(temporary) / "library", console)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] != "sklearn":
-                raise
-            raise click.ClickException(
-                "the digits come with scikit-learn: pip install scikit-learn"
-            ) from None
-        except EsperError as error:
-            click.echo(str(error), err=True)
-            sys.exit(error.exit_code)
+    try:
+        with opened(library) as store:
+            result = run(target, store, console)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "sklearn":
+            raise
+        raise click.ClickException("the digits come with scikit-learn: pip install scikit-learn") from None
+    except EsperError as error:
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_code)
     failures = result.failures()
     if as_json:
         click.echo(json.dumps({"schema": "esper-demo/1", **asdict(result), "failures": failures}, indent=1))
