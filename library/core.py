@@ -4,11 +4,12 @@ publish."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from esper_ir.diagnostics import EsperError
 from library import crypto, leases, ledger, seen
 from library.blobs import Blobs
 from library.disk import Disk
@@ -73,7 +74,8 @@ class Core:
     def close(self) -> None:
         """Sign the ledger's head if this handle may, and give everything back."""
         if not self.readonly and self.roles and self.index.connection_open():
-            self.sign_head(every=1)
+            with suppress(EsperError):  # without a usable key the head stays unsigned, which audit shows
+                self.sign_head(every=1)
         if self._timings is not None:
             self._timings.close()
         self.index.close()

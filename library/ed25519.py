@@ -44,7 +44,7 @@ def generate(passphrase: bytes | None) -> tuple[bytes, bytes]:
 def load_private(pem: bytes, passphrase: bytes | None) -> tuple[Ed25519PrivateKey, bytes]:
     """The key of a PKCS#8 PEM and its raw public bytes. E0754 for the passphrase, E0753 for anything else."""
     try:
-        key = load_pem_private_key(pem, passphrase)
+        key = load_pem_private_key(pem, passphrase if b"ENCRYPTED" in pem else None)
     except TypeError as error:
         raise fail("E0754", str(error), hint="give ESPER_PASSPHRASE_FILE or ESPER_PASSPHRASE_FD") from error
     except ValueError as error:
