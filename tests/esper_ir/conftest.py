@@ -1,4 +1,4 @@
-"""One thread: these tensors are small, and the tests' time should not depend on what else the machine does."""
+"""One thread: these tensors are small; the tests' time should not depend on what else the machine does."""
 
 from __future__ import annotations
 
