@@ -205,7 +205,7 @@ def collapse(
         previous = merged[-1] if merged else None
         if (
             previous is not None
-            and axis[0] != barrier
+            and not (barrier is not None and previous[-1] < barrier <= axis[0])
             and all(_joins(a, previous[-1], axis[0], space) for a in accesses)
         ):
             previous.append(axis[0])

@@ -155,17 +155,19 @@ class Matcher:
     def _place_reduction(self, group: Group, node: Node) -> Placement | Rejected:
         if group.contraction is not None:
             return Rejected("kind", "a contraction's tile does not hold whole rows")
+        low = OPS[node.op].lowering
+        assert isinstance(low, Reduction)
+        if low.combine not in COMBINES:
+            return Rejected("combine", f"no kernel reduces by {low.combine}")
         source = self._operand(group, node.tensors[0])
         if source is None:
             return Rejected(
                 "space", f"{node.tensors[0]} does not lie in the group's space {_show(group.space)}"
             )
         dims = set(node.attr("dims"))
-        axes = {source[d] for d in dims} - {None}
-        rank = len(group.space)
-        over = axes == set(range(min(axes), rank)) if axes else False
-        before = axes == set(range(max(axes) + 1)) if axes else False
-        split = min(axes) if over else max(axes) + 1 if before else None
+        axes = {a for a in (source[d] for d in dims) if a is not None}
+        split = _split(group.space, axes)
+        over = bool(axes) and max(axes) == max(_long_axes(group.space))
         if split is None or (group.split is not None and split != group.split):
             return Rejected(
                 "axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}"
@@ -176,8 +178,7 @@ class Matcher:
             return Rejected(
                 "length", "row and column reductions need the row in registers, and it is too long"
             )
-        full = set(source) - {None} == set(range(rank))
-        if not full:
+        if set(source) - {None} != set(_long_axes(group.space)):
             return Rejected("broadcast", f"{node.tensors[0]} is broadcast along the axes it is reduced over")
         return (
             tuple(None if i in dims else a for i, a in enumerate(source))
@@ -201,11 +202,9 @@ class Matcher:
             return
         source = self._operand(group, node.tensors[0])
         assert source is not None
-        axes = [source[d] for d in node.attr("dims") if source[d] is not None]
-        first = min(a for a in axes if a is not None)
-        over = max(a for a in axes if a is not None) == len(group.space) - 1
-        group.split = first if over else max(a for a in axes if a is not None) + 1
-        if not over:
+        axes = {a for a in (source[d] for d in node.attr("dims")) if a is not None}
+        group.split = _split(group.space, axes)
+        if max(axes) != max(_long_axes(group.space)):
             group.columns.add(node.id)
 
     def start(self, node: Node) -> Group:
@@ -234,6 +233,22 @@ class Matcher:
 
 # Elements of one row that stay in registers; beyond it a row is swept in blocks.
 WHOLE_ROW = 16384
+COMBINES = ("sum", "max", "min")
+
+
+def _long_axes(space: tuple[Dim, ...]) -> list[int]:
+    """Axes of another size than 1; the others lie nowhere."""
+    return [axis for axis, size in enumerate(space) if size != ONE]
+
+
+def _split(space: tuple[Dim, ...], axes: set[int]) -> int | None:
+    """Where rows end and columns begin when `axes` are all columns, or all rows; None when they are neither."""
+    long = _long_axes(space)
+    if axes and axes == {a for a in long if a >= min(axes)}:
+        return max((a + 1 for a in long if a < min(axes)), default=0)
+    if axes and axes == {a for a in long if a <= max(axes)}:
+        return max(axes) + 1
+    return None
 
 
 def _long(cols: tuple[Dim, ...]) -> bool:

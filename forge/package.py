@@ -8,6 +8,7 @@ from typing import Any
 
 import esper_ir.canonical as canonical
 import esper_ir.text as text
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint
 from forge.lower import PhaseLowering
 from forge.lowered import Call, size_of
@@ -62,7 +63,10 @@ def _source(blueprint: Blueprint, name: str) -> DimSource:
         for axis, size in enumerate(leaf.type.shape):
             if str(size) == name:
                 return DimSource(name, spec.min, spec.max, spec.multiple_of, spec.tune, position, axis)
-    raise ValueError(f"dim {name} is no axis of an input")
+    raise EsperError(
+        "E0536", f"no axis of an input is {name} alone", node=name,
+        hint="a size is read from an axis that is the dim itself; leave out a dim that nothing uses",
+    )  # fmt: skip
 
 
 def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:

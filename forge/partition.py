@@ -110,7 +110,7 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
     kind = lowering_kind(node)
     low = OPS[node.op].lowering
     if isinstance(low, Opaque) or kind not in ("pointwise", "reduction", "movement", "contraction"):
-        raise EsperError("E0530", f"no template lowers {node.op}", node=node.id, hint="esper-forge templates")
+        raise EsperError("E0530", f"no template lowers {node.op}", node=node.id)
     group = matcher.start(node)
     out.groups.append(group)
     if kind == "contraction":
@@ -133,6 +133,8 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
 def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
     """A movement that needs a copy, or a reduction over axes that are neither leading nor trailing."""
     rank = len(group.space)
+    if why.code == "combine":
+        raise EsperError("E0530", f"no template lowers {node.op}: {why.reason}", node=node.id)
     if lowering_kind(node) == "reduction":
         raise EsperError(
             "E0531", f"{node.op} over axes {node.attr('dims')} is not supported yet ({why.reason})", node=node.id,

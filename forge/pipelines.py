@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from esper_ir.diagnostics import EXIT_USAGE, EsperError
 from esper_ir.expand import expand
 from esper_ir.grad import joint
+from esper_ir.graph import Graph
 from esper_ir.verify import typed, verify
 from forge.analysis import analyse
 from forge.lower import PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
+from forge.passes.reductions import straighten
 from forge.templates.choice import tuned_sizes
 from forge.toolchain import build
 from forge.work import Work
@@ -40,9 +42,13 @@ def check(work: Work) -> Work:
 
 
 def canonicalise(work: Work) -> Work:
-    """Composites to primitives, equal work once, dead work gone."""
+    """Composites to primitives, reductions over first or last axes, equal work once, dead work gone."""
     assert work.graph is not None
-    return replace(work, graph=eliminate_dead(merge_equal(expand(work.graph))))
+    return replace(work, graph=_plain(work.graph))
+
+
+def _plain(graph: Graph) -> Graph:
+    return eliminate_dead(merge_equal(straighten(expand(graph))))
 
 
 def differentiate(work: Work) -> Work:
@@ -57,13 +63,13 @@ def differentiate(work: Work) -> Work:
     if not wanted:
         return work
     made = joint(work.graph, wanted)
-    expanded = eliminate_dead(merge_equal(expand(made.graph)))
-    names = dict(zip(made.graph.outputs, expanded.outputs, strict=True))
-    gradients = {k: names.get(v, v) if v else None for k, v in made.gradients.items()}
-    missing = [k for k, v in gradients.items() if v is None]
-    if missing:
+    plain = _plain(made.graph)
+    names = dict(zip(made.graph.outputs, plain.outputs, strict=True))
+    gradients = {k: names.get(v, v) for k, v in made.gradients.items() if v}
+    missing = [k for k in wanted if k not in gradients]
+    if missing and work.blueprint.differentiable is not None:
         raise EsperError("E0534", f"no gradient reaches {missing}", hint='leave them out of "differentiable"')
-    return replace(work, joint=replace(made, graph=expanded, gradients=gradients))
+    return replace(work, joint=replace(made, graph=plain, gradients=gradients) if gradients else None)
 
 
 def save(work: Work) -> Work:
@@ -88,7 +94,7 @@ def plan(work: Work) -> Work:
 
 def _phases(work: Work) -> list[tuple[Phase, str]]:
     assert work.graph is not None
-    training, inference = forward_phases(work.graph, work.saved)
+    training, inference = forward_phases(work.graph, work.joint, work.saved)
     out = [(inference, "inf")]
     if work.joint is None:
         return out

@@ -53,9 +53,12 @@ def _network(
     for node in joint:
         if node.id in late:
             continue
+        kind = lowering_kind(node)
         for name in node.outputs:
-            flow.add_edge(("in", name), ("out", name), capacity=2 * _bytes(joint, name, sizes) + 1)
-            if lowering_kind(node) not in RECOMPUTED:
+            # A view has no memory of its own to keep: without a capacity it is never cut.
+            price = {} if kind == "movement" else {"capacity": 2 * _bytes(joint, name, sizes) + 1}
+            flow.add_edge(("in", name), ("out", name), **price)
+            if kind not in RECOMPUTED:
                 flow.add_edge("source", ("in", name))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))

@@ -14,18 +14,41 @@ import torch
 
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
 from esper_ir.types import Dim, DType, promote
-from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
+from forge.plan import (
+    Access,
+    Compute,
+    KernelPlan,
+    Load,
+    MatmulTile,
+    PointTile,
+    Reduce,
+    RowTile,
+    Stmt,
+    Store,
+    SumTile,
+)
 
 Tensor = torch.Tensor
 RowSum = Callable[[Tensor], Tensor]
 
+
+def square_root(x: Tensor) -> Tensor:
+    """Rounded correctly, which torch's own float32 square root (MKL's) is not everywhere."""
+    return torch.sqrt(x.double()).to(x.dtype)
+
+
+def reciprocal_root(x: Tensor) -> Tensor:
+    return 1.0 / square_root(x)
+
+
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg, "abs": torch.abs, "sign": torch.sign, "exp": torch.exp, "exp2": torch.exp2,
-    "expm1": torch.expm1, "log": torch.log, "log2": torch.log2, "log1p": torch.log1p, "sqrt": torch.sqrt,
+    "expm1": torch.expm1, "log": torch.log, "log2": torch.log2, "log1p": torch.log1p, "sqrt": square_root,
+    "rsqrt": reciprocal_root,
     "sin": torch.sin, "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos,
     "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "tanh": torch.tanh, "asinh": torch.asinh,
     "acosh": torch.acosh, "atanh": torch.atanh, "erf": torch.erf, "erfc": torch.erfc,
-    "sigmoid": torch.sigmoid, "rsqrt": lambda x: 1.0 / torch.sqrt(x), "isnan": torch.isnan,
+    "sigmoid": torch.sigmoid, "isnan": torch.isnan,
 }  # fmt: skip
 ROUNDINGS = {"floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "trunc": torch.trunc}
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -55,9 +78,9 @@ def run_plan(
     `row_sum` adds float values over the last axis in its own order (torch's when None). With `libraries` False the
     elementary functions are computed in float64 and rounded once.
     """
-    assert not plan.matmul, "contractions are tested against torch.matmul"
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
-    {RowTile: run.rows, PointTile: run.points, SumTile: run.sums}[type(plan.tile)]()
+    tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products}
+    tiles[type(plan.tile)]()
 
 
 def interleaved_sum(lanes: int) -> RowSum:
@@ -96,11 +119,18 @@ class _Run:
     def rows(self) -> None:
         tile = self.plan.tile
         assert isinstance(tile, RowTile)
-        programs = -(-self.row_count // tile.rows_per_program)
-        for program in range(programs):
-            first = program * tile.rows_per_program
-            last = min(first + tile.rows_per_program, self.row_count)
-            self.one_row_program(program, torch.arange(first, last), torch.arange(self.cols))
+        for program, rows in enumerate(self.shares(tile)):
+            self.one_row_program(program, rows, torch.arange(self.cols))
+
+    def shares(self, tile: RowTile) -> list[Tensor]:
+        """The rows of each program, in the order in which it takes them."""
+        every = torch.arange(self.row_count)
+        if not tile.programs:
+            return list(every.split(tile.rows_per_program)) if self.row_count else []
+        blocks = list(every.split(tile.block_rows))
+        taken = [blocks[p :: tile.programs] for p in range(tile.programs)]
+        order = [t[::-1] if tile.reverse else t for t in taken]
+        return [torch.cat(t) if t else every[:0] for t in order]
 
     def one_row_program(self, program: int, rows: Tensor, cols: Tensor) -> None:
         values: dict[str, Tensor] = {}
@@ -131,6 +161,30 @@ class _Run:
                 else:
                     self.step(stmt, values, rows, cols[None, :], 0)
 
+    def products(self) -> None:
+        """The whole product at once; with a split, one float32 part per chunk of the contracted axis."""
+        tile, spec = self.plan.tile, self.plan.matmul
+        assert isinstance(tile, MatmulTile) and spec is not None
+        m, n, k = *self.space, spec.k.value(self.sizes)
+        a, b = self.matrix(spec.a, (m, k)), self.matrix(spec.b, (k, n))
+        chunk = -(-(-(-k // tile.block_k)) // tile.split_k) * tile.block_k
+        starts = range(0, tile.split_k * chunk, chunk) if tile.split_k > 1 else (0,)
+        for part, start in enumerate(starts):
+            stop = min(start + chunk, k) if tile.split_k > 1 else k
+            acc = a[:, start:stop] @ b[start:stop] if start < stop else torch.zeros(m, n, dtype=a.dtype)
+            if tile.split_k > 1:
+                partial = next(x for x in self.plan.accesses if x.partial)
+                self.buffers[partial.buffer].view(-1)[part * m * n : (part + 1) * m * n] = acc.reshape(-1)
+                continue
+            values = {"acc": acc}
+            for stmt in self.plan.body:
+                self.step(stmt, values, torch.arange(m)[:, None], torch.arange(n)[None, :], 0)
+
+    def matrix(self, access: Access, shape: tuple[int, int]) -> Tensor:
+        strides = [s.value(self.sizes) for s in access.strides]
+        view = self.buffers[access.buffer].view(-1).as_strided(shape, strides)
+        return view.to(torch_dtype(access.dtype.compute))
+
     # Statements
 
     def step(self, stmt: Stmt, values: dict[str, Tensor], rows: Tensor, cols: Tensor, program: int) -> None:
@@ -145,8 +199,8 @@ class _Run:
             access = self.plan.accesses[stmt.access]
             flat = self.buffers[access.buffer].view(-1)
             assert flat.dtype is torch_dtype(access.dtype), f"{access.buffer}: {flat.dtype}"
-            at = self.place(access, rows, cols, program)
-            flat[at] = values[stmt.value].to(flat.dtype).expand(at.shape)
+            at, value = torch.broadcast_tensors(self.place(access, rows, cols, program), values[stmt.value])
+            flat[at] = value.to(flat.dtype)
 
     def place(self, access: Access, rows: Tensor, cols: Tensor, program: int) -> Tensor:
         if access.partial and isinstance(self.plan.tile, RowTile):
@@ -161,6 +215,9 @@ class _Run:
     def reduce(self, stmt: Reduce, arg: Tensor, rows: int, cols: int) -> Tensor:
         full = arg.expand(rows, cols)
         dim = 1 if stmt.axis == "row" else 0
+        if full.shape[dim] == 0 and stmt.combine != "sum":
+            limit = math.inf if stmt.combine == "min" else -math.inf
+            return torch.full((1, cols) if dim == 0 else (rows, 1), limit).to(full.dtype)
         if stmt.combine in ("max", "min"):
             out = full.amax(dim) if stmt.combine == "max" else full.amin(dim)
         elif dim == 1:
@@ -219,9 +276,8 @@ class _Run:
             return torch.div(numbers[0], numbers[1], rounding_mode=whole)
         function = UNARY.get(name) or BINARY[name]
         if kind is torch.float32 and not self.libraries and name not in ("rsqrt", "sqrt"):
-            return function(*(n.double() for n in numbers)).to(
-                kind if name not in ("eq", "ne", "lt", "le", "gt", "ge", "isnan") else torch.bool
-            )
+            out = function(*(n.double() for n in numbers))
+            return out.to(kind) if out.is_floating_point() else out
         return function(*numbers)
 
 

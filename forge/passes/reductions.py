@@ -1,0 +1,71 @@
+"""Reductions in the two forms that kernels have: over the last axes, or over the first ones.
+
+Axes of size 1 are not reduced at all; first and last axes together are two sums; any other set is moved to the end
+by a permutation, which is a view.
+"""
+
+from __future__ import annotations
+
+from esper_ir.graph import Graph, Node
+from esper_ir.graphbuilder import GraphBuilder, replay
+from esper_ir.opdef import Reduction, Val
+from esper_ir.registry import OPS
+from esper_ir.types import Dim, DType
+
+ONE = Dim.of(1)
+
+
+def straighten(graph: Graph) -> Graph:
+    """The graph with every reduction over its first or its last axes; names of outputs stay."""
+    builder, values = replay(graph)
+    for node in graph.nodes:
+        made = _rewritten(builder, node, values)
+        if made is None:
+            operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
+        values.update(zip(node.outputs, made, strict=True))
+    return builder.graph({name: values[name] for name in graph.outputs})
+
+
+def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val] | None:
+    """The value of a reduction in other nodes, None when it is well as it is."""
+    low = OPS[node.op].lowering
+    if not isinstance(low, Reduction):
+        return None
+    x, kind = values[node.tensors[0]], node.types[0]
+    shape = x.type.shape
+    long = [axis for axis, size in enumerate(shape) if size != ONE]
+    reduced = [axis for axis in node.attr("dims") if shape[axis] != ONE]
+    kept = [axis for axis in long if axis not in reduced]
+    first, last = long[: len(reduced)], long[len(kept) :]
+    b.scope = node.id
+    try:
+        if not reduced:
+            return (_as(b, x, kind.dtype, kind.shape),)
+        if sorted(reduced) in (first, last):
+            return None
+        run = kept == list(range(kept[0], kept[-1] + 1))
+        if run and low.combine == "sum" and not low.mean:
+            return (_as(b, _twice(b, x, sorted(reduced), kept), kind.dtype, kind.shape),)
+        rest = [axis for axis in range(len(shape)) if axis not in reduced]
+        moved = b("permute", x, dims=(*rest, *sorted(reduced)))
+        ends = tuple(range(len(rest), len(shape)))
+        return (_as(b, b(node.op, moved, dims=ends, keepdim=False), kind.dtype, kind.shape),)
+    finally:
+        b.scope = ""
+
+
+def _twice(b: GraphBuilder, x: Val, reduced: list[int], kept: list[int]) -> Val:
+    """Sum over the axes behind the kept ones, then over those before, in the type that sums are made in."""
+    wide = x.type.dtype.compute if x.type.dtype.is_floating else DType.int64
+    behind = tuple(axis for axis in reduced if axis > kept[-1])
+    before = tuple(axis for axis in reduced if axis < kept[0])
+    inner = b("sum", _as(b, x, wide, x.type.shape), dims=behind, keepdim=True)
+    return b("sum", inner, dims=before, keepdim=True)
+
+
+def _as(b: GraphBuilder, x: Val, dtype: DType, shape: tuple[Dim, ...]) -> Val:
+    """The value with another type and with axes of size 1 more or less."""
+    if x.type.dtype is not dtype:
+        x = b("cast", x, dtype=dtype)
+    return x if x.type.shape == shape else b("reshape", x, shape=shape)
