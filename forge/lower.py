@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
-from forge.body import BodyBuilder
+from forge.body import Body, BodyBuilder
 from forge.groups import Group
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, partition
 from forge.passes.phases import Phase
-from forge.plan import KernelPlan, MatmulTile
+from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
 from forge.target import Target
-from forge.templates import matmul, rows
-from forge.views import dense_strides
+from forge.templates import extern, matmul, rows
+from forge.views import View, dense_strides
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
 
@@ -204,32 +204,31 @@ def _stored(parts: Partition, group: Group) -> set[str]:
 
 def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
     """A library call; operands that are not a permutation of dense memory are copied to workspace first."""
-    views = dict(parts.views)
     copies: list[Launch] = []
     temps: dict[str, Temp] = {}
-    for position, value in enumerate(node.tensors):
+    operands: list[Operand] = []
+    for position, side in enumerate(extern.sides(node, low.graph, parts.views)):
         try:
-            matmul.operand(views[value])
-        except matmul.NotDense:
-            launch, temp, dense = _copy(low, parts, value, f"{name}_copy{position}")
-            copies.append(launch)
-            temps[dense] = temp
-            views[value] = type(views[value])(dense, temp.shape, dense_strides(temp.shape))
-    made = matmul.extern(node, low.graph, views)
-    return Lowered(made.template, (*copies, *made.steps), {**temps, **made.temps})
+            operands.append(extern.operand(side))
+        except extern.NotDense:
+            dense = f"{node.id}:operand{position}"
+            dtype = low.graph.types[side.base].dtype
+            copies.append(_copy(low, side, dense, dtype, f"{name}_copy{position}"))
+            temps[dense] = Temp(dtype, side.shape)
+            operands.append(extern.operand(View(dense, side.shape, dense_strides(side.shape))))
+    return Lowered("extern", (*copies, extern.call(node, operands[0], operands[1])), temps)
 
 
-def _copy(low: _Lowerer, parts: Partition, value: str, name: str) -> tuple[Launch, Temp, str]:
-    kind = low.graph.types[value]
-    copy = Node(f"{value}:dense", "cast", (value,), (("dtype", kind.dtype),), (kind,))
-    graph = replace(low.graph, nodes=(*low.graph.nodes, copy))
-    group = Group(kind.shape, [copy], {copy.id: tuple(range(kind.rank))})
-    views = {**parts.views, copy.id: parts.views[value]}
-    body = BodyBuilder(graph, group, views, {copy.id}).build()
-    lowered = rows.lower(rows.RowsInput(graph, group, body, low.target, dict(low.sizes), name))
-    launch = lowered.steps[0]
+def _copy(low: _Lowerer, view: View, dense: str, dtype: DType, name: str) -> Launch:
+    accesses = [
+        Access(view.base, dtype, view.strides),
+        Access(dense, dtype, dense_strides(view.shape)),
+    ]
+    body = Body(accesses, [Load("v0", 0), Store(1, "v0")])
+    made = rows.lower(rows.RowsInput(low.graph, Group(view.shape), body, low.target, dict(low.sizes), name))
+    launch = made.steps[0]
     assert isinstance(launch, Launch)
-    return launch, Temp(kind.dtype, kind.shape), copy.id
+    return launch
 
 
 def buckets(

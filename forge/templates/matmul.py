@@ -6,14 +6,14 @@ in float32 and added in ascending order by a second kernel, which then runs the 
 
 from __future__ import annotations
 
-from esper_ir.graph import Graph, Node
+from esper_ir.graph import Node
 from esper_ir.types import Dim
 from forge.body import collapse
 from forge.emit.triton import next_pow2
-from forge.lowered import Call, Launch, Lowered, Operand, Temp, ceildiv, size_of, symbols
+from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
 from forge.plan import Access, KernelPlan, Load, MatmulSpec, MatmulTile, Reduce, Stmt, Store, SumTile
 from forge.templates.rows import RowsInput
-from forge.views import ONE, View, dense_strides, is_dense
+from forge.views import ONE, View
 
 ZERO = Dim()
 FILL = 128  # output tiles below which the contracted axis is split
@@ -140,38 +140,3 @@ def _plain(
     whole = MatmulTile(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, 1)
     plan = _plan(given, space, accesses, given.body.stmts, whole, spec)
     return Lowered("matmul", (Launch(plan, (size_of(tiles), 1, 1)),))
-
-
-def extern(node: Node, graph: Graph, views: dict[str, View]) -> Lowered:
-    """The library's product: 2-d with the leading axes merged where memory allows, else batched."""
-    a, b = (views[v] for v in node.tensors[:2])
-    out = graph.types[node.id]
-    m, n, k = out.shape[-2] if out.rank > 1 else ONE, out.shape[-1], a.shape[-1]
-    if len(b.shape) == 2 and len(a.shape) > 2 and is_dense(a):
-        for size in out.shape[:-2]:
-            m = m * size
-        a = View(a.base, (m, k), (k, ONE))
-    op = "mm" if len(a.shape) == 2 else "matmul"
-    shape = (m, n) if op == "mm" else out.shape
-    return Lowered("extern", (Call(op, (operand(a), operand(b)), Operand(node.id, shape)),))
-
-
-def operand(view: View) -> Operand:
-    """A view as reshape-then-permute of dense memory: axes sorted by stride, largest first."""
-    order = sorted(range(len(view.shape)), key=lambda i: _rank(view, i))
-    shape = tuple(view.shape[i] for i in order)
-    strides = tuple(view.strides[i] for i in order)
-    if strides != dense_strides(shape):
-        raise NotDense(view.base)
-    permute = tuple(order.index(i) for i in range(len(order)))
-    return Operand(view.base, shape, () if permute == tuple(range(len(permute))) else permute)
-
-
-def _rank(view: View, axis: int) -> tuple[int, int]:
-    """Sort key: axes whose stride is a multiple of more sizes come first; the position breaks ties."""
-    stride = view.strides[axis]
-    return (-sum(len(m) * 64 + abs(c).bit_length() for m, c in stride.terms), axis)
-
-
-class NotDense(Exception):
-    """The operand of a library call is not a permutation of dense memory; it is copied first."""

@@ -1,0 +1,80 @@
+"""Products as library calls: `mm` on two matrices, `bmm` on two stacks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from esper_ir.graph import Graph, Node
+from esper_ir.types import Dim
+from forge.lowered import Call, Operand
+from forge.views import ONE, View, dense_strides, is_dense
+
+ZERO = Dim()
+
+
+class NotDense(Exception):
+    """The operand of a library call is not a permutation of dense memory; it is copied first."""
+
+
+def sides(node: Node, graph: Graph, views: Mapping[str, View]) -> tuple[View, View]:
+    """The operands as the library will multiply them: both of rank 2, or both with the batch axes of the result."""
+    a, b = (views[v] for v in node.tensors[:2])
+    if len(b.shape) == 2 and is_dense(a):
+        rows = ONE
+        for size in a.shape[:-1]:
+            rows = rows * size
+        return View(a.base, (rows, a.shape[-1]), (a.shape[-1], ONE)), b
+    if len(a.shape) == len(b.shape) == 2:
+        return a, b
+    batch = graph.types[node.id].shape[:-2]
+    return _batched(a, batch), _batched(b, batch)
+
+
+def _batched(view: View, batch: tuple[Dim, ...]) -> View:
+    """Axes of size 1, and missing ones, repeated."""
+    lead = len(batch) + 2 - len(view.shape)
+    own = zip(view.shape[:-2], view.strides[:-2], batch[lead:], strict=True)
+    strides = (*(ZERO for _ in range(lead)), *(ZERO if size == ONE else step for size, step, _ in own))
+    return View(view.base, (*batch, *view.shape[-2:]), (*strides, *view.strides[-2:]))
+
+
+def operand(view: View) -> Operand:
+    """A view as reshape-then-permute of dense memory, with one batch axis at most. NotDense when it is none."""
+    flat = _one_batch(view)
+    order = sorted(range(len(flat.shape)), key=lambda axis: _rank(flat, axis))
+    shape = tuple(flat.shape[axis] for axis in order)
+    steps = zip((flat.strides[axis] for axis in order), dense_strides(shape), shape, strict=True)
+    if any(step != wanted and size != ONE for step, wanted, size in steps):
+        raise NotDense(view.base)
+    permute = tuple(order.index(axis) for axis in range(len(order)))
+    return Operand(view.base, shape, () if permute == tuple(range(len(permute))) else permute)
+
+
+def _one_batch(view: View) -> View:
+    size, step = ONE, ZERO
+    for count, stride in zip(view.shape[:-2], view.strides[:-2], strict=True):
+        if count != ONE and size != ONE and step != stride * count:
+            raise NotDense(view.base)
+        size, step = size * count, step if count == ONE else stride
+    batch = ((size,), (step,)) if len(view.shape) > 2 else ((), ())
+    return View(view.base, (*batch[0], *view.shape[-2:]), (*batch[1], *view.strides[-2:]))
+
+
+def _rank(view: View, axis: int) -> tuple[int, int]:
+    """Sort key: axes whose stride is a multiple of more sizes come first; the position breaks ties."""
+    stride = view.strides[axis]
+    return (-sum(len(m) * 64 + abs(c).bit_length() for m, c in stride.terms), axis)
+
+
+def call(node: Node, a: Operand, b: Operand) -> Call:
+    """The product of two operands into the node's own memory."""
+    batch = (a.shape[_at(a, 0)],) if len(a.shape) == 3 else ()
+    shape = (*batch, a.shape[_at(a, -2)], b.shape[_at(b, -1)])
+    declared = dict(node.attrs).get("precision") or "ieee"
+    attrs = {} if declared == "ieee" else {"precision": declared}
+    return Call("bmm" if batch else "mm", (a, b), Operand(node.id, shape), attrs)
+
+
+def _at(operand: Operand, axis: int) -> int:
+    """Where an axis of the permuted operand stands in its shape in memory."""
+    return operand.permute[axis] if operand.permute else axis
