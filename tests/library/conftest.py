@@ -1,5 +1,5 @@
-"""A library with a trust home of its own. Most tests are about logic and use memory as their disk where there is
-one: a sync then costs nothing. Those about crashes and durability use `disk_home`."""
+"""A library with a trust home of its own. Most tests are about logic and use memory as their disk where there
+is one: a sync then costs nothing. Those about crashes and durability use `disk_home`."""
 
 from __future__ import annotations
 

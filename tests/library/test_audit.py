@@ -134,7 +134,9 @@ def test_swapped_entries_name_the_first(busy: Path) -> None:
 
 
 def rechain(home: Path, change: Callable[[int, dict], None], keep: int | None = None) -> None:
-    """Rewrite the ledger so that every hash fits again: what only somebody who controls the database can do."""
+    """Rewrite the ledger so that every hash fits again: what only somebody who controls the database can
+    do.
+    """
     connection = apsw.Connection(str(home / DATABASE))
     bodies = [row[0] for row in connection.execute("SELECT body FROM ledger ORDER BY seq")][:keep]
     connection.execute("DELETE FROM ledger")
