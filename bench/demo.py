@@ -5,12 +5,13 @@ python -m bench.demo [--json] [--library DIR] [--target auto]
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from forge.service import compile_file
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
 from library.store import Library
+from runtime import timing
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BLOCK = "digits_block"
@@ -39,7 +41,7 @@ MAX_GAP, MIN_ACCURACY = 0.5, 95.0  # points and percent
 
 @dataclass(frozen=True)
 class Artifact:
-    """One compiled example. `load_us`: id to module, the first time; `call_us`: no-grad, 64 rows."""
+    """One compiled example. `load_us`: id to module, the first time; `call_us`, `twin_us`: no-grad calls."""
 
     blueprint: str
     artifact_id: str
@@ -47,6 +49,7 @@ class Artifact:
     prove_s: float
     load_us: float
     call_us: float
+    twin_us: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,14 @@ class Trained:
     call_us: float
     accuracy: float | None = None
     accuracies: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, impl: str, runs: list[digits.Run], call_us: float) -> Trained:
+        """Medians of the step time, mean of the accuracies; a single run says nothing about accuracy."""
+        found = tuple(run.accuracy for run in runs)
+        step_ms = statistics.median(run.step_ms for run in runs)
+        mean = statistics.fmean(found) if len(found) > 1 else None
+        return cls(impl, step_ms, call_us, mean, found)
 
 
 @dataclass
@@ -85,18 +96,12 @@ class Result:
         return found
 
 
-def call_us(block: torch.nn.Module, inputs: list[torch.Tensor]) -> float:
-    """Median microseconds of a no-grad call, launch to completion, over at least 0.2 s."""
-    device, times = inputs[0].device, []
+def call_us(blocks: Mapping[str, torch.nn.Module], inputs: list[torch.Tensor]) -> dict[str, float]:
+    """Median microseconds of a no-grad call, interleaved: wall time on the cpu, host time on a card."""
+    work = {name: functools.partial(block, *inputs) for name, block in blocks.items()}
+    measure = timing.cpu_times if inputs[0].device.type == "cpu" else timing.host_times
     with torch.no_grad():
-        until = time.perf_counter() + 0.2
-        while time.perf_counter() < until or len(times) < 20:
-            digits.synchronize(device)
-            begin = time.perf_counter()
-            block(*inputs)
-            digits.synchronize(device)
-            times.append(time.perf_counter() - begin)
-    return 1e6 * statistics.median(times)
+        return {name: found.median for name, found in measure(work).items()}
 
 
 def example_inputs(path: Path, device: torch.device) -> list[torch.Tensor]:
@@ -115,51 +120,43 @@ def build(path: Path, target: str, library: Library, server: ForkServer, device:
     verdict = prove(compiled.artifact_id, library=library, server=server)
     if not verdict.passed:
         raise click.ClickException(f"{path.name}: {verdict.artifact_id} {verdict.state}: {verdict.reason}")
+    load = runtime.load  # imported here, so that what is timed is loading
     begin = time.perf_counter()
-    block = runtime.load(compiled.artifact_id, library=library)
+    block = load(compiled.artifact_id, library=library)
     load_us = 1e6 * (time.perf_counter() - begin)
-    timed = call_us(block, example_inputs(path, device))
+    twin = runtime.twin(compiled.artifact_id, library=library)
+    calls = call_us({"esper": block, "twin": twin}, example_inputs(path, device))
     seconds = compiled.seconds["total"], verdict.seconds
-    return Artifact(path.stem, compiled.artifact_id, *seconds, load_us, timed)
+    return Artifact(path.stem, compiled.artifact_id, *seconds, load_us, calls["esper"], calls["twin"])
 
 
-def train_pairs(result: Result, artifact_id: str, library: Library, data: digits.Digits, bar: Bar) -> None:
-    """The same seeds, weights and batches for the compiled block and for plain torch."""
+def train_all(result: Result, artifact_id: str, library: Library, data: digits.Digits, bar: Bar) -> None:
+    """The same seeds, weights and batches for the compiled block and for plain torch; then torch.compile, of
+    which only the step time is wanted, with the first seed."""
     device = data.x_train.device
     runs: dict[str, list[digits.Run]] = {"esper": [], "eager": []}
-    calls: dict[str, float] = {}
+    blocks: dict[str, torch.nn.Module] = {}
     for seed in SEEDS:
-        blocks = {
-            "esper": runtime.load(artifact_id, library=library),
-            "eager": digits.PlainBlock().to(device),
-        }
+        native = runtime.load(artifact_id, library=library)
+        blocks = {"esper": native, "eager": digits.PlainBlock().to(device)}
         for impl, block in blocks.items():
-            model = digits.Classifier(block).to(device)
-            runs[impl].append(digits.train(model, data, seed, bar.step))
-            calls[impl] = call_us(block, [data.x_test[:ROWS]])
+            runs[impl].append(digits.train(digits.Classifier(block).to(device), data, seed, bar.step))
         for name in ("launches", "eager_fallbacks", "copies"):
-            result.counters[name] = result.counters.get(name, 0) + blocks["esper"].report()["counters"][name]
-    for impl, done in runs.items():
-        accuracies = tuple(run.accuracy for run in done)
-        step_ms = statistics.median(run.step_ms for run in done)
-        result.trained.append(Trained(impl, step_ms, calls[impl], statistics.fmean(accuracies), accuracies))
-
-
-def train_compiled(result: Result, data: digits.Digits, bar: Bar) -> None:
-    """torch.compile of the plain block, one seed, for its step time; left out by name where it fails."""
-    device = data.x_train.device
-    block: Any = torch.compile(digits.PlainBlock())
+            result.counters[name] = result.counters.get(name, 0) + native.report()["counters"][name]
+    bar.say("train with torch.compile")
+    compiled: Any = torch.compile(digits.PlainBlock().to(device))
     try:
-        # Warmed before timing with the shape that is trained and the two that are evaluated.
-        model = digits.Classifier(block).to(device)
-        model(data.x_train[: digits.BATCH]).sum().backward()
-        run = digits.train(model, data, SEEDS[0], bar.step)
-        result.trained.append(Trained("torch.compile", run.step_ms, call_us(block, [data.x_test[:ROWS]])))
-    except (
-        Exception
-    ) as error:  # whatever stops the compiler here (no C++ compiler, no Triton) is only reported
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        # Warmed with the shape that is trained, so that no step waits for the compiler.
+        compiled(data.x_train[: digits.BATCH]).sum().backward()
+        runs["torch.compile"] = [
+            digits.train(digits.Classifier(compiled).to(device), data, SEEDS[0], bar.step)
+        ]
+        blocks["torch.compile"] = compiled
+    except Exception as error:  # no C++ compiler, no Triton: whatever stops it here is reported, not hidden
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         result.notes.append(f"torch.compile does not work here: {reason}")
+    calls = call_us(blocks, [data.x_test[:ROWS]])
+    result.trained += [Trained.of(impl, done, calls[impl]) for impl, done in runs.items()]
 
 
 @dataclass(frozen=True)
@@ -188,6 +185,8 @@ def progress_bar(console: Console, total: int) -> Iterator[Bar]:
 def run(target: str, library: Library, console: Console) -> Result:
     device = torch.device("cuda" if torch.cuda.is_available() and not target.startswith("cpu") else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the block is small: a second thread waits more than it works
     result, begin = Result(name), time.perf_counter()
     data = digits.load(device)
     paths = sorted(EXAMPLES.glob("*.json"))
@@ -199,26 +198,30 @@ def run(target: str, library: Library, console: Console) -> Result:
             bar.step()
         block = next(one for one in result.artifacts if one.blueprint == BLOCK)
         bar.say("train on digits")
-        train_pairs(result, block.artifact_id, library, data, bar)
-        bar.say("train with torch.compile")
-        train_compiled(result, data, bar)
+        train_all(result, block.artifact_id, library, data, bar)
         bar.say("done")
     result.seconds = time.perf_counter() - begin
     return result
 
 
 def show(result: Result, console: Console) -> None:
-    table = Table(title=f"Artifacts, device {result.device}")
-    for title in ("blueprint", "compile s", "prove s", "load us", f"call us, {ROWS} rows", "artifact id"):
+    table = Table(title=f"Artifacts on {result.device}; calls without gradients, {ROWS} rows")
+    for title in ("blueprint", "compile s", "prove s", "load us", "call us", "twin us", "artifact id"):
         table.add_column(
             title, justify="left" if title in ("blueprint", "artifact id") else "right", no_wrap=True
         )
     for a in result.artifacts:
-        figures = f"{a.compile_s:.2f}", f"{a.prove_s:.2f}", f"{a.load_us:.0f}", f"{a.call_us:.1f}"
+        figures = (
+            f"{a.compile_s:.2f}",
+            f"{a.prove_s:.2f}",
+            f"{a.load_us:.0f}",
+            f"{a.call_us:.1f}",
+            f"{a.twin_us:.1f}",
+        )
         table.add_row(a.blueprint, *figures, a.artifact_id)
     console.print(table)
-    table = Table(title=f"Digits classifier around {BLOCK}, {len(SEEDS)} paired seeds")
-    for title in ("block", "accuracy %", "step ms", f"call us, {ROWS} rows"):
+    table = Table(title=f"Digits, {len(SEEDS)} paired seeds")
+    for title in ("block", "accuracy %", "step ms", "call us"):
         table.add_column(title, justify="left" if title == "block" else "right")
     for t in result.trained:
         table.add_row(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 FEATURES, HIDDEN, CLASSES = 64, 256, 10
-BATCH, EPOCHS = 64, 25
+BATCH, EPOCHS = 64, 15
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def errors_page() -> str:
 
 def commands(tool: click.Command, name: str) -> Iterator[tuple[str, click.Context]]:
     """Every command of a click tool with its full name, groups included."""
-    yield from _commands(click.Context(tool, info_name=name, terminal_width=WIDTH, max_content_width=WIDTH))
+    settings = {**tool.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    yield from _commands(click.Context(tool, info_name=name, **settings))
 
 
 def _commands(context: click.Context) -> Iterator[tuple[str, click.Context]]:
