@@ -4,7 +4,6 @@ training.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from esper_ir.diagnostics import EXIT_INTEGRITY, EsperError
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint, Leaf
 from esper_ir.ops.rules import torch_dtype
 from esper_ir.reference import check_values, evaluate, sizes_of
 from esper_ir.safetensors import read_tensor
+from esper_ir.text import read_file
 from esper_ir.verify import typed
 
 
@@ -82,14 +82,7 @@ def constant_value(leaf: Leaf, base: Path | None = None) -> Tensor:
     """
     dtype, shape = torch_dtype(leaf.type.dtype), _shape(leaf)
     if isinstance(leaf.data, Mapping):
-        path = (base or Path()) / leaf.data["file"]
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise EsperError("E0113", f"cannot read {path}: {error.strerror}", node=leaf.name) from None
-        if hashlib.sha256(data).hexdigest() != leaf.data["sha256"]:
-            raise EsperError("E0112", f"{path} has another digest", node=leaf.name, exit_code=EXIT_INTEGRITY)
-        found = read_tensor(data, leaf.data.get("key", leaf.name))
+        found = read_tensor(read_file(leaf, base or Path()), leaf.data.get("key", leaf.name))
     else:
         try:
             found = torch.tensor(leaf.data, dtype=torch.float64 if leaf.type.dtype.is_floating else dtype)

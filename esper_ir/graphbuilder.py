@@ -128,7 +128,7 @@ class GraphBuilder:
         clash = set(final.values()) & live - set(final)
         rename: dict[str, str] = {n: self.fresh(n) for n in clash} | dict(final)
         nodes = tuple(_renamed(n, rename.get) for n in self._nodes.values() if n.id in live)
-        return Graph(self.inputs, nodes, outputs, self.dims)
+        return Graph(dict(self.inputs), nodes, outputs, dict(self.dims))
 
 
 def _renamed(node: Node, rename: Callable[[str, str], str]) -> Node:

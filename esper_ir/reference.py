@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from esper_ir.diagnostics import EsperError
@@ -84,10 +85,28 @@ def evaluate_all(
     check_values(graph.inputs, values, sizes)
     known = {name: _given(name, kind, values[name], precision) for name, kind in graph.inputs.items()}
     device = next((v.device for v in known.values()), torch.device("cpu"))
-    with device:
+    with _unmoved(device):
         for node in graph.nodes:
-            known.update(zip(node.outputs, _run(node, known, sizes, precision), strict=True))
+            made = _run(node, known, sizes, precision)
+            if not node.tensors:
+                made = tuple(value.to(device) for value in made)
+            known.update(zip(node.outputs, made, strict=True))
     return known
+
+
+@contextmanager
+def _unmoved(device: Any) -> Iterator[None]:
+    """Autocast off and float32 products in float32, whatever is set around: nothing ambient changes a
+    meaning.
+    """
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+            if backend.fp32_precision not in ("none", "ieee"):
+                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                backend.fp32_precision = "ieee"
+        yield
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esper_ir.diagnostics import EXIT_LIMIT, EXIT_NOT_FOUND, EsperError
+from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_LIMIT, EXIT_NOT_FOUND, EsperError
 from esper_ir.graph import Blueprint, Leaf, Node, Ref
 from esper_ir.types import Dim, DimSpec, DType, TensorType
 
@@ -275,9 +276,9 @@ def _surrogates(value: Any) -> None:
 def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None) -> Blueprint:
     """Read a blueprint. `source` names it in errors; `base` is the folder of files that constants name.
 
-    Checks form only; `esper_ir.verify` checks meaning. Raises EsperError E0101-E0112 and nothing else.
+    Checks form, and the digests of those files; `esper_ir.verify` checks meaning. Raises EsperError
+    E0101-E0113 and nothing else.
     """
-    del base  # files of constants are read when their values are needed
     document = _decode(data, source)
     _format(document)
     optional = ("dims", "inputs", "params", "buffers", "constants", "differentiable", "metadata")
@@ -288,6 +289,8 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
         raise _too_big(f"{len(nodes):,} nodes", MAX_NODES)
     dims = {n: _dim_spec(v, n) for n, v in _map(found.get("dims", {}), "dims", SYMBOL).items()}
     leaves = [_leaf(s, n, v) for s in SECTIONS for n, v in _map(found.get(s, {}), s).items()]
+    if base is not None:
+        _check_files(leaves, base)
     wanted = found.get("differentiable")
     name = _expect(found["name"], str, "name", "a text")
     if not name or len(name) > 255:
@@ -301,6 +304,27 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
         differentiable=None if wanted is None else _names(wanted, "differentiable"),
         metadata=_expect(found.get("metadata", {}), dict, "metadata", "an object"),
     )
+
+
+def _check_files(leaves: Sequence[Leaf], base: Path) -> None:
+    for leaf in leaves:
+        if isinstance(leaf.data, Mapping):
+            read_file(leaf, base)
+
+
+def read_file(leaf: Leaf, base: Path) -> bytes:
+    """The bytes of the file that a constant names; E0113 when unreadable, E0112 (exit 11) on another
+    digest.
+    """
+    path = base / leaf.data["file"]
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        hint, reason = "it lies beside the blueprint", f"cannot read {path}: {error.strerror}"
+        raise EsperError("E0113", reason, node=leaf.name, hint=hint, exit_code=EXIT_NOT_FOUND) from None
+    if hashlib.sha256(data).hexdigest() != leaf.data["sha256"]:
+        raise EsperError("E0112", f"{path} has another digest", node=leaf.name, exit_code=EXIT_INTEGRITY)
+    return data
 
 
 def load(path: str | Path) -> Blueprint:

@@ -204,6 +204,8 @@ def _squeeze_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 def _swap(rank: int, attrs: Attrs) -> tuple[int, ...]:
     order = list(range(rank))
     a, b = axis(attrs["dim0"], rank), axis(attrs["dim1"], rank)
+    if not rank:
+        return ()
     order[a], order[b] = order[b], order[a]
     return tuple(order)
 

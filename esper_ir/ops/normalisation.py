@@ -43,8 +43,15 @@ def _dims(x: Val, attrs: Attrs) -> tuple[int, ...]:
     return (attrs["dim"],) if x.type.rank else ()
 
 
+def _empty(x: Val, attrs: Attrs) -> bool:
+    """An axis of size 0 has no maximum; the result has no elements."""
+    return bool(x.type.rank) and x.type.shape[attrs["dim"]].static == 0
+
+
 def _softmax(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x = only(inputs)
+    if _empty(x, attrs):
+        return (emit("cast", x, dtype=x.type.dtype),)
     x32, dims = up(emit, x), _dims(x, attrs)
     e = emit("exp", emit("sub", x32, emit("amax", x32, dims=dims, keepdim=True)))
     return (to(emit, emit("div", e, emit("sum", e, dims=dims, keepdim=True)), x.type.dtype),)
@@ -52,6 +59,8 @@ def _softmax(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Va
 
 def _log_softmax(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x = only(inputs)
+    if _empty(x, attrs):
+        return (emit("cast", x, dtype=x.type.dtype),)
     x32, dims = up(emit, x), _dims(x, attrs)
     shifted = emit("sub", x32, emit("amax", x32, dims=dims, keepdim=True))
     total = emit("log", emit("sum", emit("exp", shifted), dims=dims, keepdim=True))

@@ -183,9 +183,10 @@ OPS = (
     unary("acosh", low=1.1, high=4.0),
     *(unary(n, out="same", accepts="float", flat=CONSTANT, low=-5.0, high=5.0)
       for n in ("floor", "ceil", "round", "trunc")),
-    unary("isnan", out="bool", flat=TRUTH),
-    unary("isinf", lambda a: prim("eq", prim("abs", X), math.inf), out="bool", flat=TRUTH),
-    unary("isfinite", lambda a: prim("lt", prim("abs", X), math.inf), out="bool", flat=TRUTH),
+    unary("isnan", out="bool", accepts="float", flat=TRUTH),
+    unary("isinf", lambda a: prim("eq", prim("abs", X), math.inf), out="bool", accepts="float", flat=TRUTH),
+    unary("isfinite", lambda a: prim("lt", prim("abs", X), math.inf), out="bool", accepts="float",
+          flat=TRUTH),
     unary("logical_not", lambda a: prim("not", X), out="bool", flat=TRUTH, dtypes=("bool", "int64")),
 )  # fmt: skip
 assert {"sign", "floor"} <= FLAT  # the scalar language agrees that these are flat

@@ -26,7 +26,7 @@ from esper_ir.opdef import (  # fmt: skip
     Wanted,
 )
 from esper_ir.ops.gradients import broadcast_to, restore, to, up
-from esper_ir.ops.rules import accept, numel, reduced, resolve_dims, tensor
+from esper_ir.ops.rules import accept, conflict, numel, reduced, resolve_dims, tensor
 from esper_ir.types import Dim, DType, TensorType
 
 Types = Sequence[TensorType | Number]
@@ -52,10 +52,12 @@ def count(emit: Emit, x: TensorType, dims: Sequence[int], dtype: DType, less: fl
     return emit("sub", emit("full", shape=(), value=size, dtype=dtype), less)
 
 
-def _infer(accepts: str, widen: bool) -> Callable[[Types, Attrs], tuple[TensorType, ...]]:
+def _infer(accepts: str, widen: bool, empty: bool) -> Callable[[Types, Attrs], tuple[TensorType, ...]]:
     def infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         x = tensor(operands[0])
         accept(operands, accepts)
+        if not empty and any(x.shape[d].static == 0 for d in attrs["dims"]):
+            raise conflict("an extremum over an axis of size 0 has no value", x)
         dtype = x.dtype if x.dtype.is_floating or not widen else DType.int64
         return (TensorType(dtype, reduced(x.shape, attrs["dims"], attrs["keepdim"])),)
 
@@ -150,7 +152,8 @@ def _reduction(name: str, kind: Reduction, vjp: Any, samples: tuple[Sample, ...]
                widen: bool = False, reference: Any = None,
                tolerance: Tolerance | None = None) -> OpDef:  # fmt: skip
     return OpDef(
-        name=name, infer=_infer(accepts, widen), reference=reference or _torch(name), vjp=vjp, lowering=kind,
+        name=name, infer=_infer(accepts, widen, kind.combine not in ("max", "min")),
+        reference=reference or _torch(name), vjp=vjp, lowering=kind,
         samples=samples, arity=(1, 1), params=(DIMS, KEEPDIM), cost=_cost, resolve=resolve_dims,
         tolerance=tolerance or Tolerance(), doc=f"torch.{name}(dim=dims, keepdim)",
     )  # fmt: skip

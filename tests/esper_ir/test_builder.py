@@ -148,3 +148,31 @@ def test_twin_with_a_constant() -> None:
     x, k = b.input("x", "float32", [2]), b.constant("layer.k", "float32", [2], [1.0, 2.0])
     twin = EagerTwin(b.build(x * k))
     assert twin(torch.ones(2)).tolist() == [1.0, 2.0]
+
+
+def test_nothing_ambient_changes_the_meaning() -> None:
+    twin = to_torch(load(ROOT / "examples" / "digits_block.json"))
+    x = torch.randn(5, 64)
+    wanted = twin(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(twin(x), wanted)
+    backend = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = backend.fp32_precision
+    backend.fp32_precision = "bf16"
+    try:
+        assert torch.equal(twin(x), wanted) and backend.fp32_precision == "bf16"
+    finally:
+        backend.fp32_precision = before
+
+
+def test_constants_of_a_file_are_checked_when_the_blueprint_is_read(tmp_path: Path) -> None:
+    b = Builder("b")
+    kind = {"file": "k.safetensors", "sha256": "0" * 64}
+    text = render(b.build(b.input("x", "float32", [2]) * b.constant("k", "float32", [2], [1.0, 2.0])))
+    path = tmp_path / "b.json"
+    path.write_text(text.replace("[1.0, 2.0]", json.dumps(kind)))
+    for code in ("E0113", "E0112"):
+        with pytest.raises(EsperError) as caught:
+            load(path)
+        assert caught.value.code == code
+        (tmp_path / "k.safetensors").write_bytes(b"")
