@@ -6,7 +6,8 @@ A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per
 
 Program structure by schedule:
 
-    RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`, whole rows.
+    RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`, whole rows
+                (or every `programs`-th block of rows, see RowTile).
                 With `block_cols` >= cols the row stays in registers; otherwise the body runs in phases (see `phases`),
                 one sweep over the columns each. A "col" reduction adds the program's rows into one partial row,
                 stored (float32) at row p of a [programs, cols] workspace.
@@ -80,11 +81,18 @@ Stmt = Load | Compute | Reduce | Store
 
 @dataclass(frozen=True)
 class RowTile:
+    """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p + programs, ...) and
+    `rows_per_program` is unused; `reverse` takes them last to first (what the forward touched last is met in the
+    cache first); `prefetch` loads a block while the one before is worked on.
+    """
+
     block_rows: int
     rows_per_program: int
     block_cols: int
     warps: int
-    stages: int = 1
+    programs: int = 0
+    reverse: bool = False
+    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,11 @@ class KernelPlan:
                 out[stmt.name] = "r" if stmt.axis == "row" else "c"
         return out
 
+    def store_axes(self, stmt: Store) -> str:
+        """Axes along which a store writes; its value may have fewer (a row's value written to every column)."""
+        strides = self.accesses[stmt.access].strides
+        return ("r" if any(s != Dim() for s in strides[:-1]) else "") + ("c" if strides[-1] != Dim() else "")
+
     def dtypes(self) -> dict[str, DType]:
         """dtype of each body value."""
         out: dict[str, DType] = {"acc": DType.float32} if self.matmul else {}
@@ -253,20 +266,20 @@ def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     row_level = {s.name: level[s.name] for s in plan.body if isinstance(s, Reduce) and s.axis == "row"}
     last = max(row_level.values(), default=0)
     tail = any(
-        (isinstance(s, Store) and "c" in axes[s.value]) or (isinstance(s, Reduce) and s.axis == "col")
+        "c" in plan.store_axes(s) if isinstance(s, Store) else isinstance(s, Reduce) and s.axis == "col"
         for s in plan.body
     )
     sweeps = [_phase(plan, axes, level, row_level, depth) for depth in range(last)]
     if tail or not sweeps:
         sweeps.append(_tail(plan, axes))
-    before = tuple(s for s in plan.body if _is_row_stmt(s, axes) and _stmt_level(s, level) == 0)
+    before = tuple(s for s in plan.body if _is_row_stmt(plan, s, axes) and _stmt_level(s, level) == 0)
     return before, tuple(sweeps)
 
 
-def _is_row_stmt(s: Stmt, axes: dict[str, str]) -> bool:
+def _is_row_stmt(plan: KernelPlan, s: Stmt, axes: dict[str, str]) -> bool:
     if isinstance(s, Reduce):
         return False
-    return "c" not in axes[s.value if isinstance(s, Store) else s.name]
+    return "c" not in (plan.store_axes(s) if isinstance(s, Store) else axes[s.name])
 
 
 def _stmt_level(s: Stmt, level: dict[str, int]) -> int:
@@ -289,12 +302,12 @@ def _phase(
 ) -> Phase:
     reduces = tuple(s for s in plan.body if isinstance(s, Reduce) and row_level.get(s.name) == depth + 1)
     full = _needed(plan, axes, {r.arg for r in reduces})
-    scalars = tuple(s for s in plan.body if _is_row_stmt(s, axes) and _stmt_level(s, level) == depth + 1)
+    scalars = tuple(s for s in plan.body if _is_row_stmt(plan, s, axes) and _stmt_level(s, level) == depth + 1)
     return Phase(full, reduces, scalars)
 
 
 def _tail(plan: KernelPlan, axes: dict[str, str]) -> Phase:
-    stores = [s for s in plan.body if isinstance(s, Store) and "c" in axes[s.value]]
+    stores = [s for s in plan.body if isinstance(s, Store) and "c" in plan.store_axes(s)]
     cols = [s for s in plan.body if isinstance(s, Reduce) and s.axis == "col"]
     finished = {c.name for c in cols}
     direct = [s for s in stores if s.value not in finished]

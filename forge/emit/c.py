@@ -197,7 +197,7 @@ def _sweep(
             inner.block.lines.append(columns[reduce.name].add(inner.values[reduce.arg]))
     body = [*inner.block.lines, *(lane.add(inner.values[lane.arg]) for lane in lanes)]
     for reduce, lane in zip((r for r in phase.reduces if r.axis == "row"), lanes, strict=True):
-        row.values[reduce.name] = Term(f"{lane.name}[0]", lane.kind)
+        row.values[reduce.name] = Term(lane.result, lane.kind)
     return lane_loop(lanes, body) if lanes else simd("0", "cols", body)
 
 
@@ -207,9 +207,9 @@ def _point_tile(text: Text) -> Lines:
     if any(isinstance(s, Reduce) for s in text.plan.body):
         raise text.refuse("a reduction in a PointTile")
     row = Scope(Block(), {}, text.index(None))
-    text.statements((s for s in text.plan.body if "c" not in text.axes[_value(s)]), row)
+    text.statements((s for s in text.plan.body if "c" not in _axes(text, s)), row)
     inner = row.inner(text.index("j"))
-    text.statements((s for s in text.plan.body if "c" in text.axes[_value(s)]), inner)
+    text.statements((s for s in text.plan.body if "c" in _axes(text, s)), inner)
     step = tile.block
     head = [
         f"const int64_t total = rows * cols, first = p * {step};",
@@ -229,8 +229,8 @@ def _point_tile(text: Text) -> Lines:
     return text.parallel([*head, *braces("for (int64_t e = first; e < last;)", lines)])
 
 
-def _value(stmt: Stmt) -> str:
-    return stmt.value if isinstance(stmt, Store) else stmt.name
+def _axes(text: Text, stmt: Stmt) -> str:
+    return text.plan.store_axes(stmt) if isinstance(stmt, Store) else text.axes[stmt.name]
 
 
 def _sum_tile(text: Text) -> Lines:
