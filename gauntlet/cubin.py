@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gauntlet.elf import Malformed
 
-_MACHINE = 190
+_MACHINE, _NOBITS = 190, 8
 _KPARAM_INFO, _CBANK_PARAM_SIZE, _SIZED, _SHORT = 0x17, 0x19, 4, 3
 MAX_SECTIONS = 4096
 
@@ -27,10 +27,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cubin:
-    """`arch`: compute capability as a number (90 for sm_90). `kernels`: parameters by entry name, in order."""
+    """`arch`: compute capability as a number (90 for sm_90). `kernels`: parameters by entry name, in order. `state`: bytes of
+    global variables that outlive a launch.
+    """
 
     arch: int
     kernels: dict[str, tuple[Parameter, ...]]
+    state: int
 
 
 def read(data: bytes) -> Cubin:
@@ -43,22 +46,34 @@ def read(data: bytes) -> Cubin:
     sections = _sections(data)
     texts = {name.removeprefix(".text.") for name in sections if name.startswith(".text.")}
     infos = {name.removeprefix(".nv.info."): body for name, body in sections.items() if name.startswith(".nv.info.")}
-    return Cubin(flags & 0xFF, {name: _parameters(infos[name]) for name in sorted(texts & infos.keys())})
+    kernels = {name: _parameters(infos[name]) for name in sorted(texts & infos.keys())}
+    return Cubin(flags & 0xFF, kernels, _state(data))
+
+
+def _state(data: bytes) -> int:
+    """Bytes of `.nv.global` and `.nv.global.init`: device variables, which kernels have no use for."""
+    return sum(size for name, _, _, size in _rows(data) if name.startswith(".nv.global"))
 
 
 def _sections(data: bytes) -> dict[str, bytes]:
-    table, size, count, names = struct.unpack_from("<Q", data, 40) + struct.unpack_from("<HHH", data, 58)
+    return {n: b"" if kind == _NOBITS else data[at : at + size] for n, kind, at, size in _rows(data)}
+
+
+def _rows(data: bytes) -> list[tuple[str, int, int, int]]:
+    """(name, kind, offset, size) of every section."""
+    table = struct.unpack_from("<Q", data, 40)[0]
+    size, count, names = struct.unpack_from("<HHH", data, 58)
     if size != 64 or count > MAX_SECTIONS or names >= count or table + size * count > len(data):
         raise Malformed("the section table runs past the end")
     rows = [struct.unpack_from("<IIQQQQIIQQ", data, table + size * i) for i in range(count)]
     strings = rows[names][4]
-    found: dict[str, bytes] = {}
+    found = []
     for name, kind, _, _, offset, length, *_ in rows:
         start = strings + name
         end = data.find(b"\0", start, start + 4096)
-        if end < 0 or (kind != 8 and offset + length > len(data)):
+        if end < 0 or (kind != _NOBITS and offset + length > len(data)):
             raise Malformed("a section runs past the end")
-        found[data[start:end].decode("utf-8", "replace")] = b"" if kind == 8 else data[offset : offset + length]
+        found.append((data[start:end].decode("utf-8", "replace"), kind, offset, length))
     return found
 
 

@@ -10,7 +10,8 @@ import struct
 from dataclasses import dataclass
 
 MACHINES = {62: "x86_64", 183: "aarch64"}
-_PT_LOAD, _PT_DYNAMIC = 1, 2
+_PT_LOAD, _PT_DYNAMIC, _PT_RELRO = 1, 2, 0x6474E552
+_EXECUTE, _WRITE = 1, 2
 _NEEDED, _STRTAB, _SYMTAB, _STRSZ, _INIT, _FINI = 1, 5, 6, 10, 12, 13
 _INIT_ARRAY, _INIT_ARRAYSZ, _PREINIT_ARRAY, _GNU_HASH, _HASH = 25, 27, 32, 0x6FFFFEF5, 4
 _RPATH, _RUNPATH = 15, 29
@@ -26,6 +27,7 @@ class Malformed(ValueError):
 class SharedObject:
     """`imports`: strong undefined symbols; `weak`: weak ones; `exports`: defined, with their dynamic symbol type
     (2 is a function). `constructors`: whether loading runs code. `search`: whether it names its own library paths.
+    `state`: bytes of writable memory beyond what the loader itself fills in (addresses of imports).
     """
 
     machine: str
@@ -35,6 +37,7 @@ class SharedObject:
     exports: dict[str, int]
     constructors: bool
     search: bool
+    state: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,19 @@ def read(data: bytes) -> SharedObject:
     imports, weak, exports = _symbols(image, tags, strings)
     needed = tuple(image.text(strings + v) for v in tags.get(_NEEDED, []))
     runs = _INIT in tags or _PREINIT_ARRAY in tags or any(tags.get(_INIT_ARRAYSZ, []))
+    state = _state(headers, len(imports) + len(weak))
     return SharedObject(
-        MACHINES[machine], needed, imports, weak, exports, runs, _RPATH in tags or _RUNPATH in tags
+        MACHINES[machine], needed, imports, weak, exports, runs, _RPATH in tags or _RUNPATH in tags, state
     )
+
+
+def _state(headers: list[tuple[int, ...]], imported: int) -> int:
+    """Writable bytes after loading: those that are not made read-only again, less one address per import."""
+    if any(h[0] == _PT_LOAD and h[1] & _WRITE and h[1] & _EXECUTE for h in headers):
+        raise Malformed("a segment is writable and executable")
+    writable = sum(h[6] for h in headers if h[0] == _PT_LOAD and h[1] & _WRITE)
+    closed = sum(h[6] for h in headers if h[0] == _PT_RELRO)
+    return max(0, writable - closed - 8 * imported)
 
 
 def _tags(image: _Image, offset: int, size: int) -> dict[int, list[int]]:

@@ -47,7 +47,7 @@ def run(arguments: int, result: int, spill: int) -> None:
     subject = Subject(unpack(container), torch.device(job["device"]))
     if case:
         subject.stored = {n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()}
-    context = Context(subject, emit, job["quick"], job["seed"])
+    context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
     if subject.device.type == "cpu":

@@ -49,19 +49,14 @@ def probe(home: Path, device: str, server: ForkServer) -> None:
     raise _aside(device, what)
 
 
-def refuse(home: Path, device: str) -> None:
-    """E0906 while the device is put aside."""
+def admit(home: Path, device: str, server: ForkServer) -> None:
+    """E0906 while the device is put aside; one that answers again is taken back."""
     path = place(home, device)
-    if path.exists():
-        raise _aside(device, str(json.loads(path.read_text()).get("reason", "")))
-
-
-def release(home: Path, device: str, server: ForkServer) -> bool:
-    """Whether a device is fit, or fit again."""
-    if place(home, device).exists() and alive(device, server):
-        return False
-    place(home, device).unlink(missing_ok=True)
-    return True
+    if not path.exists():
+        return
+    if what := alive(device, server):
+        raise _aside(device, what)
+    path.unlink(missing_ok=True)
 
 
 def _aside(device: str, what: str) -> EsperError:

@@ -100,7 +100,7 @@ def prove(
         return _known(record.id, known.passed, known.reason, known.report)
     loaded = library.load(record.id, allow_unvalidated=True)
     chosen = device or default_device(record.kind)
-    quarantine.refuse(library.home, chosen)
+    quarantine.admit(library.home, chosen, server)
     found = judge(loaded.container.data, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
     if found.passed is None and chosen != "cpu":
         quarantine.probe(library.home, chosen, server)
@@ -208,6 +208,11 @@ def _report(artifact_id: str, found: Judgement, stages: tuple[StageReport, ...])
     profile: dict[str, Any] = {}
     for stage in stages:
         profile |= stage.metrics.get("profile", {})
+        used = stage.metrics.get("tolerance_used")
+        if used is not None:
+            profile["tolerance_used"] = max(used, profile.get("tolerance_used", 0.0))
+        if "drift" in stage.metrics:
+            profile.setdefault("precision_drift_vs_fp64", stage.metrics["drift"])
     gains = {
         phase: round(100 * (1 - profile[ours] / profile[eager]), 2)
         for phase, ours, eager in (

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from gauntlet.subject import Subject
 
-LAUNCH_SECONDS = 4.0
+LAUNCH_SECONDS = 2.5
 """Least time limit of one launch; large cases get a multiple of what the reference took."""
 
 
@@ -83,7 +83,7 @@ Emit = Callable[[Mapping[str, Any]], None]
 class Context:
     """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases.
 
-    `latest`: the case that was begun last.
+    `latest`: the case that was begun last. `threads`: of the CPU, as many as the process was given.
     """
 
     subject: Subject
@@ -91,6 +91,7 @@ class Context:
     quick: bool = False
     seed: int = 0
     latest: Recipe | None = None
+    threads: int = 1
 
     @contextlib.contextmanager
     def launching(self, seconds: float = LAUNCH_SECONDS) -> Iterator[None]:

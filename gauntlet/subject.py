@@ -22,11 +22,13 @@ from runtime import functions
 from runtime.code import load_code
 from runtime.executor import Counters, Program
 
-ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 28}
-"""Largest tensor of one case: what a reference in float64 computes in a fraction of a second."""
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Largest tensor of the largest case: what a reference in float64 computes in a fraction of a second."""
+SWEPT = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Largest tensor of the many cases."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
-BASE = 48
-"""A size that most cases use: small, no power of two, several times the smallest tile."""
+BASE, BASE_ELEMENTS = 48, 1 << 14
+"""A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are wide."""
 
 
 class Subject:
@@ -102,10 +104,11 @@ class Subject:
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
-    def admits(self, dims: Mapping[str, int]) -> bool:
+    def admits(self, dims: Mapping[str, int], elements: int = 0) -> bool:
         """Inside the declared range, and small enough for a reference here."""
         inside = all(_inside(d, dims[d.name]) for d in self.launch.interface.dims)
-        return inside and self.elements(dims) <= ELEMENTS[self.device.type]
+        least = self.elements(self.least_dims())
+        return inside and self.elements(dims) <= max(elements or ELEMENTS[self.device.type], least)
 
     def elements(self, dims: Mapping[str, int]) -> int:
         """Of the largest tensor of any plan at these sizes."""
@@ -123,7 +126,7 @@ class Subject:
         step = dim.multiple_of
         rounded = {m // step * step for m in marks} | {-(-m // step) * step for m in marks}
         base = self.base_dims()
-        return sorted(m for m in rounded if self.admits({**base, name: m}))
+        return sorted(m for m in rounded if self.admits({**base, name: m}, SWEPT[self.device.type]))
 
     def _constants(self, name: str) -> set[int]:
         """Numbers that the plans compare or divide this dim with."""
@@ -141,7 +144,10 @@ class Subject:
 
     def base_dims(self) -> dict[str, int]:
         """The sizes that most cases use."""
-        return {d.name: _nearest(d, BASE) for d in self.launch.interface.dims}
+        size = BASE
+        while size > 3 and self.elements({d.name: _nearest(d, size) for d in self.launch.interface.dims}) > BASE_ELEMENTS:
+            size -= 5
+        return {d.name: _nearest(d, size) for d in self.launch.interface.dims}
 
     def nearest(self, name: str, size: int) -> int:
         """The admitted size of a dim nearest to `size` from below."""
@@ -150,10 +156,10 @@ class Subject:
     def least_dims(self) -> dict[str, int]:
         return {d.name: _nearest(d, d.min) for d in self.launch.interface.dims}
 
-    def largest_dims(self) -> dict[str, int]:
+    def largest_dims(self, elements: int = 0) -> dict[str, int]:
         """The largest admitted sizes, all dims grown together."""
         dims = {d.name: _nearest(d, d.max) for d in self.launch.interface.dims}
-        while not self.admits(dims):
+        while not self.admits(dims, elements):
             shrunk = {d.name: max(_nearest(d, d.min), _nearest(d, dims[d.name] * 3 // 4)) for d in self.launch.interface.dims}
             if shrunk == dims:
                 break

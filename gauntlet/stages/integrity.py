@@ -135,6 +135,8 @@ def _shared_object(subject: Subject, kernel: Kernel) -> Iterator[str]:
         yield f"it asks for the libraries {', '.join(strange)}"
     if code.constructors:
         yield "it runs code when it is loaded"
+    if code.state:
+        yield f"it keeps {code.state} bytes of its own between calls; kernels have no state"
     if code.search:
         yield "it names its own library path"
 
@@ -150,6 +152,8 @@ def _cubin(subject: Subject, kernel: Kernel) -> Iterator[str]:
     arch = str(subject.manifest["target"]["arch"])
     if str(code.arch) not in arch:
         yield f"machine code for sm_{code.arch}, the target is {arch}"
+    if code.state:
+        yield f"it keeps {code.state} bytes in device variables between launches; kernels have no state"
     if kernel.entry not in code.kernels:
         yield f"no entry {kernel.entry!r}"
         return

@@ -195,4 +195,4 @@ def _resident(subject: Subject) -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-STAGE = Sweep("memory", 50, _recipes, _check)
+STAGE = Sweep("memory", 15, _recipes, _check)

@@ -14,7 +14,7 @@ from torch import Tensor
 from esper_ir.diagnostics import EsperError
 from gauntlet import accuracy, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
-from gauntlet.subject import Subject
+from gauntlet.subject import SWEPT, Subject
 
 LAYOUT_REFUSALS = ("E0812", "E0821")
 RANGE_REFUSALS = ("E0813", "E0810")
@@ -61,13 +61,13 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
         spread = {name: subject.sizes(name) for name in base}
         for turn in range(4 if context.quick else 12):
             mixed = {n: s[(7 * turn + 3 * i) % len(s)] for i, (n, s) in enumerate(spread.items()) if s}
-            if subject.admits({**base, **mixed}):
+            if subject.admits({**base, **mixed}, SWEPT[subject.device.type]):
                 yield {**base, **mixed}
 
 
 def odd_dims(subject: Subject) -> dict[str, int]:
     """Sizes that no tile divides, where the range has such."""
-    return {name: subject.nearest(name, 37) for name in subject.base_dims()}
+    return {name: subject.nearest(name, min(37, size | 1)) for name, size in subject.base_dims().items()}
 
 
 def _outside(subject: Subject) -> Iterator[dict[str, int]]:
