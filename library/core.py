@@ -19,6 +19,7 @@ from library.index import Index
 from library.layout import open_layout
 from library.measurements import Measurements
 from library.paths import library_home, trust_home
+from library.schema import MIGRATIONS
 from library.trust import TrustStore
 
 
@@ -55,8 +56,7 @@ class Core:
         `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a
         local one.
         """
-        home = library_home(path)
-        open_layout(home, create=create and not readonly)
+        home = open_layout(library_home(path), create=create and not readonly)
         keys = TrustStore(trust_home(trust))
         if roles and not readonly:
             keys.bootstrap()
@@ -64,6 +64,7 @@ class Core:
         index: Index | None = None
         try:
             index = Index(home, readonly=readonly, wait_s=wait_s)
+            index.migrate(MIGRATIONS)
             return cls(home, index, blobs, keys, () if readonly else roles)
         except BaseException:
             blobs.close()

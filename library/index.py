@@ -211,6 +211,12 @@ class Index:
             )
         if version == len(migrations):
             return version
+        if self.readonly:
+            raise fail(
+                "E0706",
+                f"esper.db has the older schema {version}, this version reads {len(migrations)}",
+                hint="open the library once with write access, which brings it up to date",
+            )
         with self.write():
             for number in range(self.version(), len(migrations)):
                 for _ in self.connection.execute(migrations[number]):

@@ -1,14 +1,16 @@
-"""The launch manifest: everything needed to choose, check and launch the kernels of one artifact, as strict data.
+"""The launch manifest: everything needed to choose, check and launch the kernels of one artifact, as
+strict data.
 
-It is what forge writes, what runtime executes and what gauntlet reads; it lives in the container's "launch" key.
+It is what forge writes, what runtime executes and what gauntlet reads; it lives in the container's
+"launch" key.
 
-Sizes are a closed grammar, never evaluated as code: an int, the name of a dim, or [operator, a, b] with operator one of
-`SIZE_OPS`. Buffers are numbered within a plan; a step names them by number.
+Sizes are a closed grammar, never evaluated as code: an int, the name of a dim, or [operator, a, b] with
+operator one of `SIZE_OPS`. Buffers are numbered within a plan; a step names them by number.
 
-    Interface   tensors in and out (name, kind, dtype, shape), where each dim is read from, what is differentiable
-    Plan        one phase (forward, inference, backward) for one bucket of sizes: buffers, steps
-    Buffer      where its memory comes from (input, saved, cotangent, output, gradient, temp), dtype, shape
-    KernelStep  variants (first whose guard holds is launched), arguments, grid
+    Interface   tensors in and out (name, kind, dtype, shape), where each dim is read from, what is
+    differentiable Plan        one phase (forward, inference, backward) for one bucket of sizes: buffers,
+    steps Buffer      where its memory comes from (input, saved, cotangent, output, gradient, temp), dtype,
+    shape KernelStep  variants (first whose guard holds is launched), arguments, grid
     ExternStep  a library call from a closed table (runtime/externs.py) on views of buffers
     Kernel      entry point in a blob, its parameter table, threads and shared memory
 """
@@ -52,7 +54,8 @@ class DimSource:
 
 @dataclass(frozen=True)
 class Interface:
-    """`inputs` are all leaves in blueprint order (inputs, params, buffers, constants); `differentiable` names a subset."""
+    """`inputs` are all leaves in blueprint order (inputs, params, buffers, constants); `differentiable`
+    names a subset."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -62,9 +65,10 @@ class Interface:
 
 @dataclass(frozen=True)
 class Buffer:
-    """`source`: "input" (`index` into interface.inputs), "saved" (`index` into the forward plan's `saved`), "cotangent"
-    (`index` into interface.outputs), "output" (a result, fresh memory), "gradient" (fresh memory), "temp" (workspace,
-    contents undefined on entry), "zeroed" (workspace that must be zero on entry). All are dense row-major of `shape`.
+    """`source`: "input" (`index` into interface.inputs), "saved" (`index` into the forward plan's
+    `saved`), "cotangent" (`index` into interface.outputs), "output" (a result, fresh memory), "gradient"
+    (fresh memory), "temp" (workspace, contents undefined on entry), "zeroed" (workspace that must be zero
+    on entry). All are dense row-major of `shape`.
     """
 
     name: str
@@ -84,8 +88,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Guard:
-    """All must hold. `aligned`: buffers whose address is a multiple of 16 bytes; `divisible`: (size, divisor);
-    `at_most`: (size, bound).
+    """All must hold. `aligned`: buffers whose address is a multiple of 16 bytes; `divisible`: (size,
+    divisor); `at_most`: (size, bound).
     """
 
     aligned: tuple[int, ...] = ()
@@ -101,7 +105,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class KernelStep:
-    """One launch. The last variant has an empty guard, unless no kernel serves the general case (then E0812)."""
+    """One launch. The last variant has an empty guard, unless no kernel serves the general case (then
+    E0812)."""
 
     group: str
     variants: tuple[Variant, ...]
@@ -111,7 +116,8 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class View:
-    """A buffer seen with another shape: reshape to `shape`, then permute axes by `permute` (empty: as it is)."""
+    """A buffer seen with another shape: reshape to `shape`, then permute axes by `permute` (empty: as it
+    is)."""
 
     buffer: int
     shape: tuple[Size, ...] = ()
@@ -120,7 +126,8 @@ class View:
 
 @dataclass(frozen=True)
 class ExternStep:
-    """`op` from the closed table of runtime/externs.py; `attrs` are JSON scalars. Writes into `out`, nothing else."""
+    """`op` from the closed table of runtime/externs.py; `attrs` are JSON scalars. Writes into `out`,
+    nothing else."""
 
     group: str
     op: str
@@ -140,11 +147,11 @@ class Bound:
 
 @dataclass(frozen=True)
 class Plan:
-    """`phase`: "forward" (saves), "inference", "backward". The first plan of a phase whose `bucket` holds and whose
-    `wanted` (backward: names of interface.differentiable) contains every gradient asked for is run.
+    """`phase`: "forward" (saves), "inference", "backward". The first plan of a phase whose `bucket` holds
+    and whose `wanted` (backward: names of interface.differentiable) contains every gradient asked for is run.
 
-    `outputs`: buffer per interface output (forward, inference); `saved`: buffers handed to the backward (forward);
-    `gradients`: buffer per name in `wanted` (backward), two names may share one buffer.
+    `outputs`: buffer per interface output (forward, inference); `saved`: buffers handed to the backward
+    (forward); `gradients`: buffer per name in `wanted` (backward), two names may share one buffer.
     """
 
     phase: str
@@ -168,9 +175,10 @@ class Param:
 
 @dataclass(frozen=True)
 class Kernel:
-    """CUDA: `entry` in the cubin `blob`, launched with 32*warps threads and `shared` bytes; `params` are the declared
-    parameters followed by `scratch` null pointers. CPU: `void entry(void *const *args, int64_t gx, int64_t gy,
-    int64_t gz)` in the shared object, `args[i]` pointing at parameter i as in cuLaunchKernel.
+    """CUDA: `entry` in the cubin `blob`, launched with 32*warps threads and `shared` bytes; `params` are
+    the declared parameters followed by `scratch` null pointers. CPU: `void entry(void *const *args,
+    int64_t gx, int64_t gy, int64_t gz)` in the shared object, `args[i]` pointing at parameter i as in
+    cuLaunchKernel.
     """
 
     name: str
@@ -221,7 +229,11 @@ _OPS = {
 
 def _bad(where: str, what: str) -> EsperError:
     return EsperError(
-        "E0720", f"launch manifest: {what}", node=where, hint="the artifact is not usable; recompile it", exit_code=EXIT_INTEGRITY
+        "E0720",
+        f"launch manifest: {what}",
+        node=where,
+        hint="the artifact is not usable; recompile it",
+        exit_code=EXIT_INTEGRITY,
     )
 
 
@@ -234,7 +246,11 @@ def check_size(size: Any, dims: frozenset[str], where: str, depth: int = 0) -> S
     if isinstance(size, str) and size in dims:
         return size
     if isinstance(size, (list, tuple)) and len(size) == 3 and size[0] in SIZE_OPS:
-        return (size[0], check_size(size[1], dims, where, depth + 1), check_size(size[2], dims, where, depth + 1))
+        return (
+            size[0],
+            check_size(size[1], dims, where, depth + 1),
+            check_size(size[2], dims, where, depth + 1),
+        )
     raise _bad(where, f"not a size: {size!r}")
 
 
@@ -253,10 +269,12 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(data: Any, *, lazy: bool = False) -> LaunchManifest:
-    """Decode strictly: unknown or missing keys, wrong types, unknown dims, buffers or kernels are refused (E0720).
+    """Decode strictly: unknown or missing keys, wrong types, unknown dims, buffers or kernels are refused
+    (E0720).
 
-    `lazy` leaves buffers and steps of each plan until they are first asked for, and checks them then: for bytes whose
-    strict reading a trusted signature vouches for, so that loading pays only for the plans that run.
+    `lazy` leaves buffers and steps of each plan until they are first asked for, and checks them then: for
+    bytes whose strict reading a trusted signature vouches for, so that loading pays only for the plans
+    that run.
     """
     if not isinstance(data, dict) or not isinstance(data.get("interface"), dict):
         raise _bad("launch", "not an object with an interface")
@@ -336,11 +354,9 @@ def _decoder(kind: Any) -> _Decode:
         return _tuple(get_args(kind))
     if origin in (Union, UnionType):
         return _decode_step
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _record(kind)
     if origin is not None or kind is Mapping:
         return _decode_attributes
-    return _scalar(kind)
+    return _record(kind) if is_dataclass(kind) else _scalar(kind)
 
 
 def _decode_size(data: Any, dims: frozenset[str]) -> Size:
@@ -358,7 +374,7 @@ def _decode_attributes(data: Any, dims: frozenset[str]) -> dict[str, Any]:
     return dict(data)
 
 
-def _scalar(kind: type) -> _Decode:
+def _scalar(kind: Any) -> _Decode:
     def decode(data: Any, dims: frozenset[str]) -> Any:
         if data.__class__ is not kind:
             raise _Wrong(f"expected {kind.__name__}, found {data!r}")
@@ -397,7 +413,7 @@ def _decode_step(data: Any, dims: frozenset[str]) -> Any:
 
 
 @cache
-def _record(kind: type) -> _Decode:
+def _record(kind: Any) -> _Decode:
     parts = [(name, _decoder(hint)) for name, hint in get_type_hints(kind).items()]
     keys = {name for name, _ in parts}
 
@@ -407,7 +423,7 @@ def _record(kind: type) -> _Decode:
             raise _Wrong(f"{kind.__name__} with wrong keys: {wrong}")
         # What a frozen dataclass's __init__ does, field by field, at a third of the cost.
         out = object.__new__(kind)
-        values = out.__dict__
+        values, name = out.__dict__, ""
         try:
             for name, part in parts:
                 values[name] = part(data[name], dims)
@@ -442,5 +458,7 @@ def _check_step(step: KernelStep | ExternStep, kernels: set[str], where: str) ->
         raise _bad(where, f"step {step.group}: unknown kernel")
     if any(a.kind not in ("buffer", "size") for a in step.args):
         raise _bad(where, f"step {step.group}: unknown argument kind")
-    used = [a.value for a in step.args if a.kind == "buffer"] + [i for v in step.variants for i in v.guard.aligned]
+    used = [a.value for a in step.args if a.kind == "buffer"] + [
+        i for v in step.variants for i in v.guard.aligned
+    ]
     return [n if isinstance(n, int) else -1 for n in used]

@@ -29,9 +29,11 @@ _OURS = {
 }
 
 
-def open_layout(home: Path, *, create: bool) -> None:
-    """Check the library at `home`, or make it. E0701 none there, E0704 unsafe, E0705 network, E0706 newer
-    format."""
+def open_layout(home: Path, *, create: bool) -> Path:
+    """Check the library at `home`, or make it; its real path.
+
+    E0701 none there, E0704 unsafe, E0705 network, E0706 newer format.
+    """
     if not (home / FORMAT).exists():
         if not create:
             raise fail(
@@ -40,14 +42,18 @@ def open_layout(home: Path, *, create: bool) -> None:
                 node=str(home),
                 hint="--library or ESPER_LIBRARY names another",
             )
-        _make(home)
+        make_private(home)
+        _make(Path(os.path.realpath(home)))
     check_private(home)
-    refuse_network(home)
-    _check_format(home)
+    real = Path(os.path.realpath(home))
+    if real != home:
+        check_private(real)
+    refuse_network(real)
+    _check_format(real)
+    return real
 
 
 def _make(home: Path) -> None:
-    make_private(home)
     refuse_network(home)
     foreign = sorted(
         set(os.listdir(home)) - _OURS - {f for f in os.listdir(home) if f.startswith(f".{FORMAT}.")}

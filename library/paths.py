@@ -47,7 +47,12 @@ def os_error(error: OSError, doing: str, where: Path | str) -> EsperError:
 
 
 def make_private(path: Path) -> None:
-    """Create `path` with mode 0700 and missing parents, then check it as `check_private` does."""
+    """Create `path` with mode 0700 and missing parents, then check it as `check_private` does.
+
+    What exists on the way is checked first: nothing is made behind a link or in a place that others control.
+    """
+    existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    _check_chain([existing, *existing.parents], first=existing == path)
     try:
         _make_parents(path)
     except OSError as error:
@@ -56,33 +61,41 @@ def make_private(path: Path) -> None:
 
 
 def _make_parents(path: Path) -> None:
-    if not os.path.lexists(path):
-        if path.parent != path:
-            _make_parents(path.parent)
-        try:
-            os.mkdir(path, 0o700)
-        except FileExistsError:  # another process was first
-            return
+    if os.path.lexists(path) or path.parent == path:
+        return
+    _make_parents(path.parent)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:  # another process was first
+        return
 
 
 def check_private(path: Path) -> None:
-    """E0704 unless `path` is a directory of this user that nobody else may write, reached through no symbolic
-    link and no directory in which another user could exchange it (sticky directories such as /tmp are
-    fine)."""
+    """E0704 unless `path` is a directory of this user that nobody else may write.
+
+    It must be reached through no link that another user made and no directory in which another user could
+    exchange it (sticky ones such as /tmp are fine).
+    """
+    _check_chain([path, *path.parents], first=True)
+
+
+def _check_chain(chain: list[Path], *, first: bool) -> None:
     me = os.geteuid()
-    chain = [path, *path.parents]
     for index, place in enumerate(chain):
+        private = first and index == 0
         info = _lstat(place)
         if stat.S_ISLNK(info.st_mode):
-            if index and info.st_uid == 0:  # a link that only the administrator can change, such as /var/run
+            if (
+                not private and info.st_uid == 0 and me != 0
+            ):  # the administrator's, such as /home on some systems
                 continue
             raise _unsafe(place, "is a symbolic link")
         if not stat.S_ISDIR(info.st_mode):
             raise _unsafe(place, "is not a directory")
         if info.st_uid not in (me, 0):
             raise _unsafe(place, f"belongs to user {info.st_uid}, not to you or root")
-        open_to_others = info.st_mode & (0o002 if index and _private_group(info) else 0o022)
-        if open_to_others and (index == 0 or not info.st_mode & stat.S_ISVTX):
+        writable = info.st_mode & (0o022 if private or not _private_group(info) else 0o002)
+        if writable and (private or not info.st_mode & stat.S_ISVTX):
             raise _unsafe(place, f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})")
 
 

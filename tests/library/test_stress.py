@@ -1,0 +1,100 @@
+"""Sixteen writers, readers, a collector, an archiver and a verifier at once, with processes killed at
+random.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from library import history, rows
+from library.audit import verify_library
+from library.records import ARCHIVED, VALIDATED
+from library.store import Library
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(role: str, place: Path, seed: int, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.library.stress", role, str(place), str(seed), str(seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def storm(place: Path, *, writers: int, kills: int, seconds: float) -> Counter[str]:
+    """Run it; the counters of all processes that lived, and of what the library lacks afterwards."""
+    rng = random.Random(7)
+    roles = ["write"] * writers + ["read", "verify", "collect", "archive"]
+    processes = [start(role, place, seed, seconds) for seed, role in enumerate(roles)]
+    began, killed = time.monotonic(), 0
+    while time.monotonic() - began < seconds + 2 and killed < kills:
+        time.sleep(seconds / (kills + 1))
+        victim = rng.choice([p for p in processes if p.poll() is None] or processes)
+        if victim.poll() is None:
+            victim.kill()
+            killed += 1
+            place_in_list = processes.index(victim)
+            seed = len(roles) + killed
+            processes[place_in_list] = start(roles[place_in_list], place, seed, max(1.0, seconds / 3))
+    total: Counter[str] = Counter()
+    for process in processes:
+        out, err = process.communicate(timeout=seconds * 4 + 120)
+        assert process.returncode == 0, err
+        total.update(json.loads(out)["counts"])
+    total["killed"] = killed
+    return total
+
+
+def lacks(place: Path) -> Counter[str]:
+    """What the journals of the processes say is durable, against what the library has."""
+    counts: Counter[str] = Counter()
+    with Library.open(place / "library", trust=place / "keys") as lib:
+        for file in place.glob("done-*"):
+            for line in file.read_text().splitlines():
+                what, artifact_id, *digest = line.split()
+                record = rows.artifact(lib.index, artifact_id)
+                counts["lost"] += record is None
+                if record is None:
+                    continue
+                counts["wrong"] += bool(digest) and record.digest != digest[0]
+                counts["lost"] += what == "proven" and record.state not in (VALIDATED, ARCHIVED)
+                counts["promised"] += 1
+        findings = verify_library(lib, lib.artifacts(), contents=True).findings
+        counts["wrong"] += len(findings) + len(history.audit(lib).findings)
+        with lib.index.write():
+            lib.index.run("DELETE FROM leases")
+        lib.collect(grace_s=0, dry_run=False)
+        present, named = set(lib.blobs.digests()), set(rows.referenced_digests(lib.index))
+        counts["lost"] += len(named - present)
+        counts["orphaned"] += len(present - named)
+        for record in lib.artifacts(state=VALIDATED):
+            counts["unverified"] += lib.load(record.id).verdict is None
+    return counts
+
+
+def judge(place: Path, total: Counter[str]) -> None:
+    total.update(lacks(place))
+    words = ("promised", "loaded", "removed", "archived", "restored", "verified", "killed")
+    print("  ".join(f"{word} {total[word]}" for word in words))
+    zeros = ("lost", "wrong", "orphaned", "unverified")
+    print("  ".join(f"{word} {total[word]}" for word in zeros))
+    assert {word: total[word] for word in zeros} == dict.fromkeys(zeros, 0)
+    assert total["promised"] > 20 and total["loaded"] > 5 and total["killed"] > 0
+
+
+def test_a_storm_in_short(disk_home: Path, tmp_path: Path) -> None:
+    Library.open(disk_home).close()
+    judge(tmp_path, storm(tmp_path, writers=4, kills=2, seconds=4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_storm(disk_home: Path, tmp_path: Path) -> None:
+    Library.open(disk_home).close()
+    judge(tmp_path, storm(tmp_path, writers=16, kills=60, seconds=600.0))
