@@ -15,8 +15,13 @@ from esper_ir.scalar import BOOLEAN, Arg, Cast, Const, Expr, Prim, prim
 
 ZERO, ONE = Const(0.0), Const(1.0)
 
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else (-math.inf if value == 0 else math.nan)
+
+
 FOLD: dict[str, Callable[..., Any]] = {
-    "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "log": math.log,
+    "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "log": _log,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
     "ge": operator.ge,
     "not": operator.not_, "and": lambda a, b: bool(a and b), "or": lambda a, b: bool(a or b),
@@ -32,7 +37,7 @@ def fold(expr: Expr) -> Expr:
         return args[1] if args[0].value else args[2]
     rule = FOLD.get(expr.name)
     numbers = [a.value for a in args if isinstance(a, Const)]
-    if rule is None or len(numbers) < len(args) or (expr.name == "log" and numbers[0] <= 0):
+    if rule is None or len(numbers) < len(args):
         return Prim(expr.name, args)
     return Const(rule(*numbers))
 

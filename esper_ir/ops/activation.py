@@ -156,16 +156,16 @@ def activation(
     derivatives: Derivatives | None,
     params: tuple[Attr, ...] = (),
     cases: Sequence[Attrs] = ({},),
-    function: str = "",
+    check: tuple[Callable[[Attrs], bool], str] | None = None,
 ) -> OpDef:
     """A record whose reference is `torch.nn.functional.<name>` with the attributes by name."""
 
     def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
-        return (getattr(F, function or name)(inputs[0], **{p.name: attrs[p.name] for p in params}),)
+        return (getattr(F, name)(inputs[0], **{p.name: attrs[p.name] for p in params}),)
 
     return unary(
         name, body, out="same", accepts="float", low=-4.0, high=4.0, derivatives=derivatives, params=params,
-        cases=cases, reference=reference, doc=f"torch.nn.functional.{function or name}",
+        cases=cases, reference=reference, check=check, doc=f"torch.nn.functional.{name}",
     )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ OPS = (
                (number("alpha", 1.0),), ({}, {"alpha": 0.7})),
     activation("celu", lambda a: _elu_like(1.0, a["alpha"], 1.0 / a["alpha"])[0],
                lambda a: _elu_like(1.0, a["alpha"], 1.0 / a["alpha"])[1],
-               (number("alpha", 1.0),), ({}, {"alpha": 0.7})),
+               (number("alpha", 1.0),), ({}, {"alpha": 0.7}), (lambda a: a["alpha"] != 0, "alpha is not 0")),
     activation("selu", lambda a: SELU[0], lambda a: SELU[1]),
     activation("softplus", _softplus, _softplus_derivative,
                (number("beta", 1.0), number("threshold", 20.0)), ({}, {"beta": 2.0, "threshold": 3.0})),
@@ -197,7 +197,8 @@ OPS = (
     activation("relu6", _relu6, lambda a: (_where(_inside(0.0, 6.0), 0.0, 1.0),)),
     activation("hardtanh", lambda a: prim("minimum", prim("maximum", X, a["min_val"]), a["max_val"]),
                lambda a: (_where(_inside(a["min_val"], a["max_val"]), 0.0, 1.0),),
-               (number("min_val", -1.0), number("max_val", 1.0)), ({}, {"min_val": -0.5, "max_val": 2.0})),
+               (number("min_val", -1.0), number("max_val", 1.0)), ({}, {"min_val": -0.5, "max_val": 2.0}),
+               (lambda a: a["min_val"] <= a["max_val"], "min_val is at most max_val")),
     activation("hardsigmoid", _hardsigmoid,
                lambda a: (_where(_inside(-3.0, 3.0), 0.0, 1.0 / 6.0),)),
     activation("hardswish", _hardswish, _hardswish_derivative),
@@ -205,9 +206,11 @@ OPS = (
     activation("tanhshrink", lambda a: prim("sub", X, prim("tanh", X)),
                lambda a: (prim("mul", prim("tanh", X), prim("tanh", X)),)),
     activation("softshrink", lambda a: _shrink(a, True), _shrink_derivative,
-               (number("lambd", 0.5),), ({}, {"lambd": 1.0})),
+               (number("lambd", 0.5),), ({}, {"lambd": 1.0}),
+               (lambda a: a["lambd"] >= 0, "lambd is not negative")),
     activation("hardshrink", lambda a: _shrink(a, False), _shrink_derivative,
-               (number("lambd", 0.5),), ({}, {"lambd": 1.0})),
+               (number("lambd", 0.5),), ({}, {"lambd": 1.0}),
+               (lambda a: a["lambd"] >= 0, "lambd is not negative")),
     activation("threshold", _threshold, lambda a: (_where(prim("le", X, a["threshold"]), 0.0, 1.0),),
                (Attr("threshold", "float"), Attr("value", "float")), ({"threshold": 0.1, "value": 0.25},)),
 )  # fmt: skip

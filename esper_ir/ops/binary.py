@@ -13,6 +13,7 @@ from esper_ir.lazy import torch
 from esper_ir.opdef import (
     Attr,
     Attrs,
+    InferRule,
     NotDifferentiable,
     Number,
     OpDef,
@@ -22,7 +23,7 @@ from esper_ir.opdef import (
     VjpRule,
 )
 from esper_ir.ops.gradients import Derivatives, pointwise_vjp
-from esper_ir.ops.rules import broadcast, call, elementwise, lift, pointwise_cost, result_type
+from esper_ir.ops.rules import broadcast, call, elementwise, lift, pointwise_cost, result_type, tensor
 from esper_ir.scalar import Arg, Const, Expr, Prim, prim, walk
 from esper_ir.types import DType, TensorType
 
@@ -182,13 +183,26 @@ def _triple(*shapes: tuple[int, ...], dtype: str = "float32", attrs: Attrs | Non
     return Sample(tuple(TensorType.of(dtype, s) for s in shapes), dict(attrs or {}), 0.5, 2.0)
 
 
+def _infer_three(alike: bool) -> InferRule:
+    plain = elementwise("same", "float")
+
+    def infer(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
+        types = [tensor(o, i) for i, o in enumerate(operands)]
+        if alike and len({t.dtype for t in types}) > 1:
+            found = " and ".join(str(t) for t in types)
+            raise EsperError("E0205", f"operands {found} differ in dtype", hint="add a cast")
+        return plain(operands, attrs)
+
+    return infer
+
+
 def ternary(name: str, body: Callable[[Attrs], Expr], reference: Callable[..., Any], *,
             derivatives: Derivatives | None = None, params: tuple[Attr, ...] = ()) -> OpDef:  # fmt: skip
     """A floating record of three operands."""
     attrs = {"value": 0.5} if params else {}
     return OpDef(
         name=name,
-        infer=elementwise("same", "float"),
+        infer=_infer_three(name == "lerp"),
         reference=lambda inputs, a: (reference(*inputs, **{p.name: a[p.name] for p in params}),),
         vjp=pointwise_vjp(body, 3, derivatives),
         lowering=Pointwise(body),

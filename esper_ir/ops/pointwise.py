@@ -14,6 +14,7 @@ from esper_ir.opdef import (
     Attrs,
     Cotangents,
     Emit,
+    InferRule,
     NotDifferentiable,
     Number,
     OpDef,
@@ -25,7 +26,16 @@ from esper_ir.opdef import (
     Wanted,
 )
 from esper_ir.ops.gradients import Derivatives, pointwise_vjp, to, val
-from esper_ir.ops.rules import call, elementwise, pointwise_cost, tensor, torch_dtype
+from esper_ir.ops.rules import (
+    accept,
+    call,
+    demand,
+    elementwise,
+    pointwise_cost,
+    result_type,
+    tensor,
+    torch_dtype,
+)
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, prim, walk
 from esper_ir.types import TensorType
 
@@ -60,6 +70,8 @@ def unary(
     cases: Sequence[Attrs] = ({},),
     reference: Callable[[Sequence[Any], Attrs], tuple[Any, ...]] | None = None,
     tolerance: Tolerance | None = None,
+    check: tuple[Callable[[Attrs], bool], str] | None = None,
+    infer: InferRule | None = None,
     doc: str = "",
 ) -> OpDef:
     """A record of one operand; without `body` it is the scalar primitive of the same name. The derivative
@@ -74,7 +86,7 @@ def unary(
     )
     return OpDef(
         name=name,
-        infer=elementwise(out, accepts),
+        infer=infer or elementwise(out, accepts),
         reference=reference or call(name),
         vjp=NotDifferentiable(flat) if flat else pointwise_vjp(made, 1, derivatives),
         lowering=Pointwise(made),
@@ -82,6 +94,7 @@ def unary(
         arity=(1, 1),
         params=params,
         tolerance=tolerance or Tolerance(),
+        resolve=demand(*check) if check else None,
         cost=pointwise_cost(max(1, weight)),
         doc=doc or f"torch.{name}, element by element",
     )
@@ -144,6 +157,18 @@ def _clamp(attrs: Attrs) -> Expr:
     return out if attrs["max"] is None else prim("minimum", out, attrs["max"])
 
 
+def _bounded(attrs: Attrs) -> bool:
+    return attrs["min"] is not None or attrs["max"] is not None
+
+
+def _infer_clamp(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
+    """Bounds promote as numbers do: an integer tensor and a fraction give float32."""
+    x = tensor(operands[0])
+    accept(operands, "number")
+    bounds = [v for v in (attrs["min"], attrs["max"]) if v is not None]
+    return (TensorType(result_type([x, *bounds]), x.shape),)
+
+
 def _clamp_derivative(attrs: Attrs) -> tuple[Expr]:
     """torch passes the cotangent at the bounds themselves."""
     out: Expr = Const(1.0)
@@ -168,7 +193,8 @@ OPS = (
     unary("log10", _log10, low=0.1, high=5.0,
           derivatives=lambda a: (prim("div", 1.0, prim("mul", X, math.log(10.0))),)),
     unary("frac", _frac, out="same", accepts="float"),
-    unary("clamp", _clamp, out="same", accepts="number", derivatives=_clamp_derivative,
+    unary("clamp", _clamp, check=(_bounded, "at least one of min and max"), infer=_infer_clamp,
+          accepts="number", derivatives=_clamp_derivative,
           params=(Attr("min", "number", None, doc="lower bound"),
                   Attr("max", "number", None, doc="upper bound")),
           cases=({"min": -0.5, "max": 1.0}, {"min": 0.0}, {"max": 0.25}),

@@ -216,6 +216,9 @@ def _vjp_spread(root: bool) -> Any:
 def _expand_logsumexp(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     """max + log(sum(exp(x - max))), with an infinite maximum left out of the difference."""
     x, dims, keep = up(emit, only(inputs)), attrs["dims"], attrs["keepdim"]
+    if any(x.type.shape[d].static == 0 for d in dims):
+        total = emit("log", emit("sum", emit("exp", x), dims=dims, keepdim=keep))
+        return (to(emit, total, only(inputs).type.dtype),)
     top = emit("amax", x, dims=dims, keepdim=True)
     safe = emit("where", emit("eq", emit("abs", top), math.inf), 0.0, top)
     total = emit("sum", emit("exp", emit("sub", x, safe)), dims=dims, keepdim=keep)

@@ -11,6 +11,7 @@ from esper_ir.opdef import Attrs, InferRule, Number
 from esper_ir.types import Dim, DType, TensorType, promote
 
 Shape = tuple[Dim, ...]
+Operands = Sequence[TensorType | Number]
 ONE = Dim.of(1)
 CATEGORY = {"any": 0, "number": 1, "float": 2}
 
@@ -87,9 +88,11 @@ def as_float(dtype: DType) -> DType:
 
 
 def accept(operands: Sequence[TensorType | Number], what: str) -> None:
-    """E0205 unless every tensor is of the category: any, number (no bool), float."""
+    """E0205 unless every tensor is of the category: any, number (no bool), float. Numbers may be integers."""
     for operand in operands:
-        if isinstance(operand, TensorType) and category(operand.dtype) < CATEGORY[what]:
+        dtype = operand.dtype if isinstance(operand, TensorType) else number_dtype(operand)
+        least = CATEGORY[what] if isinstance(operand, TensorType) else min(CATEGORY[what], 1)
+        if category(dtype) < least:
             raise EsperError(
                 "E0205", f"{operand} is not accepted", hint=f"the operand must be a {what} tensor"
             )
@@ -138,6 +141,18 @@ def axes(values: Sequence[int] | None, rank: int) -> tuple[int, ...]:
     if len(set(found)) != len(found):
         raise EsperError("E0207", f"axis repeated in {list(values)}", hint="name each axis once")
     return tuple(found) if rank else ()
+
+
+def demand(check: Callable[[Attrs], bool], hint: str) -> Callable[[Operands, Attrs], dict[str, Any]]:
+    """A `resolve` that refuses attributes (E0203) which do not go together."""
+
+    def resolve(operands: Operands, attrs: Attrs) -> dict[str, Any]:
+        if not check(attrs):
+            shown = ", ".join(f"{k}={v}" for k, v in attrs.items())
+            raise EsperError("E0203", f"attributes {shown} do not go together", hint=hint)
+        return dict(attrs)
+
+    return resolve
 
 
 def resolve_dims(operands: Sequence[TensorType | Number], attrs: Attrs) -> dict[str, Any]:
