@@ -15,12 +15,12 @@ from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from runtime import functions, parameters
+from runtime.eager import twin_of
 from runtime.errors import fail
 from runtime.executor import Counters, Program
 from runtime.functions import State
 from runtime.loader import Entry, load_entry, mark_faulty
 from runtime.operators import enrol, mask_of
-from runtime.eager import twin_of
 
 log = logging.getLogger("esper.runtime")
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})

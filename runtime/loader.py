@@ -137,31 +137,42 @@ def load_entry(
             hint="prove it with `esper-gauntlet bench`, or unset ESPER_STRICT",
         )
     place = library if not isinstance(library, Library) else str(library.home)
-    key = (
-        name,
-        device,
-        place,
-        allow_unvalidated,
-        os.environ.get("ESPER_LIBRARY"),
-        os.environ.get("ESPER_STRICT"),
-    )
-    return _cache.get(key, lambda: _load(name, device, library, allow_unvalidated))
+    home = place if place is not None else os.environ.get("ESPER_LIBRARY")
+    asked = (name, device, home, allow_unvalidated, strict())
+    key = _meant.get(asked)
+    if key is None:
+        record = resolve(open_library(library), name, device, allow_unvalidated)
+        key = _meant[asked] = (record.id, _device_for(record, device), *asked[2:])
+    artifact_id, chosen = key[:2]
+    return _cache.get(key, lambda: _load(artifact_id, chosen, library, allow_unvalidated))
+
+
+def load_fresh(
+    artifact_id: str,
+    device: torch.device,
+    *,
+    library: Library | Path | str | None = None,
+    allow_unvalidated: bool = False,
+) -> Entry:
+    """The same past the cache, kept by the caller alone: what an uncached load costs."""
+    return _load(artifact_id, device, library, allow_unvalidated)
 
 
 def _load(
-    name: str, device: torch.device | None, library: Library | Path | str | None, allow_unvalidated: bool
+    artifact_id: str,
+    chosen: torch.device,
+    library: Library | Path | str | None,
+    allow_unvalidated: bool,
 ) -> Entry:
-    opened = open_library(library)
-    record = resolve(opened, name, device, allow_unvalidated)
-    chosen = _device_for(record, device)
-    loaded = opened.load(record.id, allow_unvalidated=allow_unvalidated)
+    loaded = open_library(library).load(artifact_id, allow_unvalidated=allow_unvalidated)
+    record = loaded.record
     if loaded.verdict is None:
         warnings.warn(
             f"{record.id} runs unvalidated: nothing has proven it", UnvalidatedWarning, stacklevel=4
         )
     machine = system.machine(record.kind, int(chosen.index or 0))
     notes = check_machine(loaded.container.manifest, machine, strict())
-    launch = launch_manifest.from_json(loaded.container.manifest["launch"])
+    launch = launch_manifest.from_json(loaded.container.manifest["launch"], lazy=loaded.verdict is not None)
     program = _program(record.id, launch, loaded.container, chosen, machine)
     if notes:
         log.warning("%s: %s", record.id, "; ".join(notes))

@@ -1,0 +1,105 @@
+"""`python -m runtime bench ID` and `python -m runtime doctor [ID]`: thin; `--json` is one document on
+stdout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
+
+
+@contextmanager
+def refusals(as_json: bool) -> Iterator[None]:
+    """An EsperError becomes text on stderr (a document on stdout with --json) and its exit code."""
+    try:
+        yield
+    except EsperError as error:
+        if as_json:
+            click.echo(json.dumps({"schema": "esper-error/1", "error": error.to_json()}, default=str))
+        click.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Load, run and time stored artifacts."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="esper: %(message)s")
+
+
+@main.command()
+@click.argument("name", metavar="ID")
+@click.option("--json", "as_json", is_flag=True, help="One document on stdout.")
+@click.option("--library", type=click.Path(), default=None, help="Library to read (default ESPER_LIBRARY).")
+@click.option("--compile", "compiled", is_flag=True, help="Also time torch.compile of the eager twin.")
+@click.option("--allow-unvalidated", is_flag=True, help="Accept what is not proven yet; warns.")
+@click.option("--rounds", type=click.IntRange(3, 10_000), default=20, show_default=True)
+def bench(
+    name: str, as_json: bool, library: str | None, compiled: bool, allow_unvalidated: bool, rounds: int
+) -> None:
+    """Load, call, forward and backward of an artifact, beside eager."""
+    with refusals(as_json):
+        from runtime import bench as bencher
+
+        found = bencher.measure(
+            name, library=library, allow_unvalidated=allow_unvalidated, compiled=compiled, rounds=rounds
+        )
+        click.echo(json.dumps(found, indent=1, default=str)) if as_json else _table(found)
+
+
+def _table(found: dict[str, Any]) -> None:
+    load = found["load"]
+    click.echo(
+        f"{found['artifact']} on {found['device']}, {found['dims']}, native dispatch: {found['native']}"
+    )
+    click.echo(
+        f"load: first {load['first_us']:.0f} us, uncached {load['uncached']['median_us']:.0f} us, "
+        f"cached {load['cached']['median_us']:.1f} us"
+    )
+    click.echo(f"{'impl':10}{'f wall':>12}{'f host':>12}{'fb wall':>12}{'fb host':>12}{'fb device':>12}  us")
+    for row in found["rows"]:
+        device = row["dev"] if isinstance(row["dev"], str) else f"{row['dev']['fb']['median_us']:.1f}"
+        cells = [row[k][p]["median_us"] for p in ("f", "fb") for k in ("wall", "host")]
+        click.echo(f"{row['impl']:10}" + "".join(f"{cell:12.1f}" for cell in cells) + f"{device:>12}")
+
+
+@main.command()
+@click.argument("name", metavar="[ID]", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One document on stdout.")
+@click.option("--library", type=click.Path(), default=None, help="Library to read (default ESPER_LIBRARY).")
+def doctor(name: str | None, as_json: bool, library: str | None) -> None:
+    """This machine, its driver, the library, and what would be chosen for an id and why."""
+    from runtime import api
+
+    found = api.doctor(name, library=library)
+    if as_json:
+        click.echo(json.dumps(found, indent=1, default=str))
+    else:
+        _tell(found)
+    if found["problems"]:
+        sys.exit(found["problems"][0]["exit_code"])
+
+
+def _tell(found: dict[str, Any]) -> None:
+    click.echo(f"torch {found['torch']}, CUDA {'yes' if found['cuda'] else 'no'}, strict {found['strict']}")
+    native = found["native"]
+    click.echo(f"native dispatch: built {native['built']}, used {native['used']}")
+    for kind, facts in found["machines"].items():
+        told = ", ".join(f"{k} {v}" for k, v in facts.items() if v)
+        click.echo(f"{kind}: {told}")
+    click.echo("library: " + ", ".join(f"{k} {v}" for k, v in found["library"].items()))
+    choice = found.get("choice")
+    if choice:
+        click.echo(f"blueprint {choice['blueprint'][:12]}: would take {choice['chosen'][:1] or 'nothing'}")
+        for name, why in choice["refused"].items():
+            click.echo(f"  not {name}: {why['code']} {why['reason']}")
+    for problem in found["problems"]:
+        click.echo(f"problem {problem['code']}: {problem['message']}", err=True)
