@@ -15,12 +15,12 @@ from forge.views import View
 
 
 class Fuser:
-    """Works on the groups of one graph; `externs` never merge."""
+    """Works on the groups of one graph; those of the nodes `closed` never merge."""
 
-    def __init__(self, matcher: Matcher, views: Mapping[str, View], externs: set[str]) -> None:
+    def __init__(self, matcher: Matcher, views: Mapping[str, View], closed: set[str]) -> None:
         self.matcher = matcher
         self.views = views
-        self.externs = externs
+        self.closed = closed
         self.position = {n.id: i for i, n in enumerate(matcher.graph)}
 
     def fuse(self, groups: list[Group]) -> list[Group]:
@@ -58,11 +58,10 @@ class Fuser:
         maker = {v: i for i, g in enumerate(groups) for v in g.values()}
         out: list[set[int]] = [set() for _ in groups]
         for i, group in enumerate(groups):
-            for node in group.nodes:
-                for value in node.tensors:
-                    source = maker.get(value, maker.get(self.views[value].base))
-                    if source is not None and source != i:
-                        out[source].add(i)
+            values = [v for node in group.nodes for v in node.tensors]
+            for source in (maker.get(v, maker.get(self.views[v].base)) for v in values):
+                if source is not None and source != i:
+                    out[source].add(i)
         return out
 
     def _between(self, edges: list[set[int]], a: int, b: int) -> bool:
@@ -82,7 +81,7 @@ class Fuser:
     def _merge(self, groups: list[Group], edges: list[set[int]], a: int, b: int) -> Group | None:
         first, second = groups[a], groups[b]
         products = [g for g in (first, second) if g.contraction is not None]
-        if len(products) == 2 or any(g.contraction and g.contraction.id in self.externs for g in products):
+        if len(products) == 2 or any(g.nodes[0].id in self.closed for g in (first, second)):
             return None
         if self._between(edges, a, b):
             return None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
 from forge.body import Body, BodyBuilder
-from forge.groups import Group
+from forge.groups import Group, lowering_kind
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, partition
-from forge.passes.phases import Phase
+from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
 from forge.target import Target
 from forge.templates import extern, matmul, rows
@@ -161,22 +162,41 @@ def lower_phase(
     """Plan of one phase for one bucket; `tag` begins the names of its kernels."""
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
-    parts = partition(phase.graph, target)
+    parts, done = _lowered(low, tag)
     steps: list[KernelStep | ExternStep] = []
-    done: list[tuple[Group, Lowered]] = []
-    for position, group in enumerate(parts.groups):
-        lowered = _lower_group(low, parts, group, f"{tag}{position}")
-        done.append((group, lowered))
+    for group, lowered in done:
         for step in lowered.steps:
-            make = low.launch(group.name, step, lowered.temps) if isinstance(step, Launch) else None
-            steps.append(make or low.call(group.name, step, lowered.temps))  # type: ignore[arg-type]
+            kernel = isinstance(step, Launch)
+            steps.append((low.launch if kernel else low.call)(group.name, step, lowered.temps))  # type: ignore[arg-type]
     plan = Plan(
         phase.name, bucket, phase.wanted, tuple(low.buffers), tuple(steps),
         outputs=tuple(low.numbers[r] for r in phase.results),
         saved=tuple(low.numbers[s] for s in phase.saved) if phase.name == "forward" else (),
         gradients=tuple(low.numbers[v] for v in (phase.gradients or {}).values()),
     )  # fmt: skip
-    return PhaseLowering(phase, parts, tuple(done), plan)
+    return PhaseLowering(low.phase, parts, tuple(done), plan)
+
+
+def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowered]]]:
+    """Groups and their kernels. A reduction over several axes that the rest of its group does not walk as one run of
+    memory is put in a group of its own, over a dense operand.
+    """
+    alone: frozenset[str] = frozenset()
+    while True:
+        parts = partition(low.graph, low.target, alone)
+        done: list[tuple[Group, Lowered]] = []
+        for position, group in enumerate(parts.groups):
+            try:
+                done.append((group, _lower_group(low, parts, group, f"{tag}{position}")))
+            except EsperError as error:
+                scattered = {n.id for n in group.nodes if lowering_kind(n) == "reduction"}
+                if error.code != "E0533" or scattered <= alone:
+                    raise
+                alone |= scattered
+                low.phase = replace(low.phase, graph=with_dense_operands(low.graph, scattered))
+                break
+        else:
+            return parts, done
 
 
 def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:

@@ -37,11 +37,17 @@ class Partition:
     groups: list[Group] = field(default_factory=list)
     externs: set[str] = field(default_factory=set)
     refusals: list[Refusal] = field(default_factory=list)
+    alone: frozenset[str] = frozenset()
+
+    def closed(self, group: Group) -> bool:
+        """Nothing joins a library call, or a node that has to stand alone."""
+        name = group.nodes[0].id if group.nodes else ""
+        return name in self.alone or (group.contraction is not None and group.contraction.id in self.externs)
 
 
-def partition(graph: Graph, target: Target) -> Partition:
-    """Groups of one phase graph for one target."""
-    out = Partition(graph, dict(views(graph)))
+def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset()) -> Partition:
+    """Groups of one phase graph for one target; the nodes `alone` get a group each."""
+    out = Partition(graph, dict(views(graph)), alone=alone)
     matcher = Matcher(graph)
     owner: dict[str, Group] = {}
     for node in graph:
@@ -51,7 +57,7 @@ def partition(graph: Graph, target: Target) -> Partition:
         group = _home(node, matcher, out, owner, target) or _start(node, matcher, out, target)
         for name in node.outputs:
             owner[name] = group
-    out.groups = Fuser(matcher, out.views, out.externs).fuse(out.groups)
+    out.groups = Fuser(matcher, out.views, out.externs | alone).fuse(out.groups)
     out.groups = _ordered(out.groups, out.views)
     return out
 
@@ -78,7 +84,7 @@ def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str,
 def _home(
     node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group], target: Target
 ) -> Group | None:
-    if lowering_kind(node) not in ("pointwise", "reduction", "movement"):
+    if node.id in out.alone or lowering_kind(node) not in ("pointwise", "reduction", "movement"):
         return None
     for group in _candidates(node, out, owner):
         placement = matcher.place(group, node)
@@ -97,7 +103,7 @@ def _home(
 
 def _candidates(node: Node, out: Partition, owner: dict[str, Group]) -> list[Group]:
     """Groups that make an operand, latest first, then groups that read one of the operands."""
-    open_groups = [g for g in reversed(out.groups) if not (g.contraction and g.contraction.id in out.externs)]
+    open_groups = [g for g in reversed(out.groups) if not out.closed(g)]
     operands = {out.views[v].base for v in node.tensors} | set(node.tensors)
     making = [g for g in open_groups if any(owner.get(v) is g for v in operands)]
     reading = [

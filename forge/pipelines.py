@@ -44,11 +44,11 @@ def check(work: Work) -> Work:
 def canonicalise(work: Work) -> Work:
     """Composites to primitives, reductions over first or last axes, equal work once, dead work gone."""
     assert work.graph is not None
-    return replace(work, graph=_plain(work.graph))
+    return replace(work, graph=_plain(work.graph, apart=True))
 
 
-def _plain(graph: Graph) -> Graph:
-    return eliminate_dead(merge_equal(straighten(expand(graph))))
+def _plain(graph: Graph, apart: bool = False) -> Graph:
+    return eliminate_dead(merge_equal(straighten(expand(graph)), apart=apart))
 
 
 def differentiate(work: Work) -> Work:

@@ -18,8 +18,12 @@ def eliminate_dead(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(reversed(kept)))
 
 
-def merge_equal(graph: Graph) -> Graph:
-    """One node per (op, operands, attributes); later equal nodes become names of the first. Outputs keep their order."""
+def merge_equal(graph: Graph, *, apart: bool = False) -> Graph:
+    """One node per (op, operands, attributes); later equal nodes become names of the first.
+
+    Outputs keep their order. With `apart` they keep their names too: an output equal to another value becomes a copy
+    of it, since results, unlike gradients, share no memory.
+    """
     first: dict[tuple[object, ...], Node] = {}
     renamed: dict[str, str] = {}
     kept: list[Node] = []
@@ -32,6 +36,10 @@ def merge_equal(graph: Graph) -> Graph:
         # A Python number's type is part of what it means: 1 and 1.0 and True differ.
         key = (node.op, tuple((type(r), r) for r in inputs), node.attrs)
         seen = first.get(key)
+        if seen is not None and apart and set(node.outputs) & set(graph.outputs):
+            kind = node.types[0]
+            kept.append(Node(node.id, "cast", (seen.id,), (("dtype", kind.dtype),), (kind,)))
+            continue
         if seen is not None:
             renamed.update(zip(node.outputs, seen.outputs, strict=True))
             continue

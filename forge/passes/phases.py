@@ -10,7 +10,7 @@ from esper_ir.graph import Graph, Node
 from forge.groups import lowering_kind
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.save import depends_on, saved_values
-from forge.views import views
+from forge.views import is_dense, views
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def forward_phases(forward: Graph, joint: Joint | None, saved: tuple[str, ...]) 
 
     The first is cut from the joint graph: what the backward keeps may be a value that only it needs.
     """
-    graph, results = _owned(forward, forward.outputs, frozenset())
+    graph, results = _owned(forward, forward.outputs, frozenset(), True)
     inference = eliminate_dead(replace(graph, outputs=tuple(dict.fromkeys(results))))
     plain = Phase("inference", inference, results)
     if joint is None:
@@ -41,7 +41,7 @@ def forward_phases(forward: Graph, joint: Joint | None, saved: tuple[str, ...]) 
     late = depends_on(joint.graph, frozenset(joint.cotangents.values()))
     early = tuple(n for n in joint.graph if n.id not in late)
     both = Graph(forward.inputs, early, joint.graph.outputs[: len(forward.outputs)], forward.dims)
-    graph, results = _owned(both, both.outputs, frozenset())
+    graph, results = _owned(both, both.outputs, frozenset(), True)
     inner = tuple(s for s in saved if s not in forward.inputs)
     training = eliminate_dead(replace(graph, outputs=tuple(dict.fromkeys((*results, *inner)))))
     return Phase("forward", training, results, saved), plain
@@ -57,38 +57,64 @@ def backward_phase(joint: Joint, saved: tuple[str, ...], wanted: Iterable[str]) 
     nodes = tuple(n for n in joint.graph if not set(n.outputs) & set(given))
     graph = Graph(given, nodes, tuple(values), joint.graph.dims)
     graph = merge_equal(eliminate_dead(graph))
-    graph, owned = _owned(graph, graph.outputs, frozenset(cotangents))
+    graph, owned = _owned(graph, graph.outputs, frozenset(cotangents), False)
     graph = eliminate_dead(replace(graph, outputs=tuple(dict.fromkeys(owned))))
     return Phase("backward", graph, saved=saved, wanted=names, gradients=dict(zip(names, owned, strict=True)))
+
+
+def with_dense_operands(graph: Graph, names: set[str]) -> Graph:
+    """The nodes `names` read dense memory: views are copied before."""
+    known = views(graph)
+    nodes: list[Node] = []
+    for node in graph:
+        source = known[node.tensors[0]] if node.id in names else None
+        if source is not None and not is_dense(source):
+            kind = graph.types[node.tensors[0]]
+            copy = Node(f"{node.id}:dense", "cast", node.tensors[:1], (("dtype", kind.dtype),), (kind,))
+            nodes.append(copy)
+            node = replace(node, inputs=(copy.id, *node.inputs[1:]))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def choose_saved(joint: Joint, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes)
 
 
-def _owned(graph: Graph, outputs: tuple[str, ...], shared: frozenset[str]) -> tuple[Graph, tuple[str, ...]]:
-    """Give every output memory of its own: a view, a leaf or a number is copied, unless the leaf is in `shared`.
-    What a contraction or a reduction reads gets memory too.
+def _owned(
+    graph: Graph, outputs: tuple[str, ...], shared: frozenset[str], apart: bool
+) -> tuple[Graph, tuple[str, ...]]:
+    """Give memory of its own to every output (a view, a leaf or a number is copied, unless the leaf is in
+    `shared`), to numbers that a contraction or a reduction reads, and to what is reshaped without being a view.
+
+    With `apart` no two outputs share it.
     """
     known, made = views(graph), graph.by_output
     nodes: list[Node] = []
     out: dict[str, str] = {}
 
-    def copy(name: str) -> str:
-        kind = graph.types[name]
-        if name not in out:
-            out[name] = f"{name}:copy"
-            nodes.append(Node(out[name], "cast", (name,), (("dtype", kind.dtype),), (kind,)))
-        return out[name]
+    def copy(name: str, again: int = 0) -> str:
+        kind, label = graph.types[name], f"{name}:copy{again or ''}"
+        if label not in out:
+            nodes.append(Node(label, "cast", (name,), (("dtype", kind.dtype),), (kind,)))
+        return out.setdefault(label, label)
 
     def numbers(name: str) -> bool:
         base = made.get(known[name].base)
         return base is not None and lowering_kind(base) == "creation"
 
+    def solid(node: Node, name: str) -> bool:
+        kind = lowering_kind(node)
+        return (kind in ("contraction", "reduction") and numbers(name)) or (
+            kind == "movement" and known[node.id].base == node.id
+        )
+
     for node in graph:
-        solid = lowering_kind(node) in ("contraction", "reduction")
-        inputs = tuple(copy(r) if isinstance(r, str) and solid and numbers(r) else r for r in node.inputs)
+        inputs = tuple(copy(r) if isinstance(r, str) and solid(node, r) else r for r in node.inputs)
         nodes.append(replace(node, inputs=inputs))
-    owned = {o: o for o in outputs if o in shared or (o in made and known[o].base == o and not numbers(o))}
-    names = tuple(owned.get(o) or copy(o) for o in outputs)
-    return replace(graph, nodes=tuple(nodes)), names
+    names: list[str] = []
+    for name in outputs:
+        whole = name in shared or (name in made and known[name].base == name and not numbers(name))
+        again = outputs[: len(names)].count(name) if apart else 0
+        names.append(copy(name, again) if again or not whole else name)
+    return replace(graph, nodes=tuple(nodes)), tuple(names)
