@@ -95,14 +95,33 @@ def _row_tile(text: Text) -> Lines:
         lines += _sweep(text, row, phase, number, columns, kept)
         text.statements(phase.scalars, row)
         lines += flush(row)
-    step = tile.rows_per_program
     program = [
-        f"const int64_t first = p * {step}, last = first + {step} < rows ? first + {step} : rows;",
         *(line for column in columns.values() for line in column.declare()),
         *kept.declare(),
-        *braces("for (int64_t i = first; i < last; i++)", lines),
+        *_program_rows(tile, lines),
     ]
     return text.parallel(program)
+
+
+def _program_rows(tile: RowTile, body: Lines) -> Lines:
+    """The rows of program p: one run of them, or every `programs`-th block."""
+    loop = braces("for (int64_t i = first; i < last; i++)", body)
+    if not tile.programs:
+        return [*_range("p", tile.rows_per_program), *loop]
+    stride = tile.programs * tile.block_rows
+    upwards = "for (int64_t turn = 0; turn < turns; turn++)"
+    downwards = "for (int64_t turn = turns - 1; turn >= 0; turn--)"
+    return [
+        f"const int64_t turns = (rows + {stride - 1}) / {stride};",
+        *braces(
+            downwards if tile.reverse else upwards,
+            [*_range(f"(turn * {tile.programs} + p)", tile.block_rows), *loop],
+        ),
+    ]
+
+
+def _range(block: str, size: int) -> Lines:
+    return [f"const int64_t first = {block} * {size}, last = first + {size} < rows ? first + {size} : rows;"]
 
 
 def _partial_rows(text: Text) -> dict[str, Column]:

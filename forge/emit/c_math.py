@@ -82,23 +82,28 @@ INLINE float rsqrt_f(float x) { return 1.0f / __builtin_sqrtf(x); }
 
 INLINE float power_of_two(uint32_t n) { return float_of((n + 127u) << 23); }
 
-INLINE float exp_parts(float x, float *low, uint32_t *k)
+INLINE float exp_reduce(float z, float *r, uint32_t *k)
 {
-    float z = x > 89.0f ? 89.0f : x;
-    z = z < -104.0f ? -104.0f : z;
     const float t = fma_f(z, 0x1.715476p+0f, 0x1.8p+23f); /* nearest integer in the low bits */
     const float n = t - 0x1.8p+23f;
-    const float r = fma_f(n, 0x1.05c610p-29f, fma_f(n, -0x1.62e430p-1f, z));
-    float q = 0x1.6a234ep-10f;
-    q = fma_f(q, r, 0x1.123a6cp-7f);
-    q = fma_f(q, r, 0x1.5558f4p-5f);
-    q = fma_f(q, r, 0x1.555490p-3f);
-    q = fma_f(q, r, 0x1.fffffcp-2f);
+    const float f = fma_f(n, 0x1.05c610p-29f, fma_f(n, -0x1.62e430p-1f, z));
+    *r = f;
+    *k = bits_of(t) - 0x4b400000u;
+    float q = 0x1.6a234ep-10f; /* exp(r) = 1 + r + r r Q(r) */
+    q = fma_f(q, f, 0x1.123a6cp-7f);
+    q = fma_f(q, f, 0x1.5558f4p-5f);
+    q = fma_f(q, f, 0x1.555490p-3f);
+    return fma_f(q, f, 0x1.fffffcp-2f);
+}
+
+INLINE float exp_parts(float z, float *low, uint32_t *k)
+{
+    float r;
+    const float q = exp_reduce(z, &r, k);
     const float a = 1.0f + r;
     const float rest = fma_f(r * r, q, r - (a - 1.0f));
     const float p = a + rest;
     *low = rest - (p - a);
-    *k = bits_of(t) - 0x4b400000u;
     return p;
 }
 
@@ -110,10 +115,19 @@ INLINE float scale(float p, uint32_t k)
 
 INLINE float exp_f(float x)
 {
-    float low;
+    float low, z = x > 89.0f ? 89.0f : x;
+    z = z < -104.0f ? -104.0f : z;
     uint32_t k;
-    const float p = exp_parts(x, &low, &k);
+    const float p = exp_parts(z, &low, &k);
     return scale(p, k);
+}
+
+INLINE float exp_inside(float x)
+{
+    float r; /* |x| < 87: no overflow, no denormals; one ulp */
+    uint32_t k;
+    const float q = exp_reduce(x, &r, &k);
+    return (1.0f + fma_f(r * r, q, r)) * power_of_two(k);
 }
 
 INLINE float exp2_f(float x)
@@ -224,15 +238,17 @@ INLINE float tanh_f(float x)
     p = fma_f(p, z, 0x1.11105ap-3f);
     p = fma_f(p, z, -0x1.555554p-2f);
     const float small = x == 0.0f ? x : fma_f(x * z, p, x);
-    const float large = 1.0f - 2.0f / (exp_f(a + a) + 1.0f);
+    const float b = a > 10.0f ? 10.0f : a; /* one from 9.02 on */
+    const float large = 1.0f - 2.0f / (exp_inside(b + b) + 1.0f);
     return a < 0.625f ? small : __builtin_copysignf(large, x);
 }
 
 INLINE float sigmoid_f(float x)
 {
-    float low;
+    float low, a = -__builtin_fabsf(x);
+    a = a < -104.0f ? -104.0f : a;
     uint32_t k;
-    const float p = exp_parts(-__builtin_fabsf(x), &low, &k);
+    const float p = exp_parts(a, &low, &k);
     const float z = scale(p, k), z_low = scale(low, k); /* exp(-|x|) = z + z_low, 1 + exp(-|x|) = d + d_low */
     const float d = 1.0f + z, d_low = z - (d - 1.0f) + z_low;
     const float top = x < 0.0f ? z : 1.0f, top_low = x < 0.0f ? z_low : 0.0f;
@@ -253,15 +269,15 @@ INLINE float erf_f(float x)
     p = fma_f(p, z, 0x1.06eba8p-3f);
     const float small = fma_f(x, p, x);
     float q = -0x1.78dd98p-17f;
-    const float b = a > 4.0f ? 4.0f : a;
+    const float b = a > 4.0f ? 4.0f : a; /* one from 3.92 on */
     q = fma_f(q, b, 0x1.527c6cp-12f);
     q = fma_f(q, b, -0x1.dd6cdap-9f);
     q = fma_f(q, b, 0x1.85515ep-6f);
     q = fma_f(q, b, -0x1.b32574p-4f);
     q = fma_f(q, b, -0x1.45328ep-1f);
     q = fma_f(q, b, -0x1.0778dcp-3f);
-    const float large = a > 3.95f ? 1.0f : 1.0f - exp_f(fma_f(q, b, -b));
-    return a < 0.9277f || x != x ? small : __builtin_copysignf(large, x);
+    const float large = 1.0f - exp_inside(fma_f(q, b, -b));
+    return a < 0.9277f ? small : __builtin_copysignf(large, x);
 }
 """
 

@@ -9,7 +9,7 @@ from esper_ir.types import DType
 from forge.emit.c_expr import REGISTER, Term
 from forge.emit.c_text import Lines, braces, simd
 
-LANES = 16
+LANES = 32
 
 
 def identity(combine: str, kind: DType) -> str:
@@ -53,9 +53,17 @@ class Lanes:
         return f"{lane} = {combined(self.combine, self.kind, lane, term.text)};"
 
     def finish(self) -> Lines:
+        """Add the lanes as a binary tree; the result is `result`."""
         loop = f"for (int s = {LANES // 2}; s; s >>= 1)"
         pair = combined(self.combine, self.kind, f"{self.name}[l]", f"{self.name}[l + s]")
-        return [f"{loop} for (int l = 0; l < s; l++) {self.name}[l] = {pair};"]
+        return [
+            f"{loop} for (int l = 0; l < s; l++) {self.name}[l] = {pair};",
+            f"const {REGISTER[self.kind]} {self.result} = {self.name}[0];",
+        ]
+
+    @property
+    def result(self) -> str:
+        return self.name.replace("a", "s", 1)
 
 
 def lane_loop(lanes: Sequence[Lanes], body: Lines) -> Lines:

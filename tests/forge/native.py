@@ -36,7 +36,7 @@ def programs(plan: KernelPlan, sizes: Mapping[str, int]) -> int:
     rows, cols = plan.rows.value(sizes), plan.cols.value(sizes)
     tile = plan.tile
     if isinstance(tile, RowTile):
-        return -(-rows // tile.rows_per_program)
+        return tile.programs or -(-rows // tile.rows_per_program)
     if isinstance(tile, PointTile):
         return -(-rows * cols // tile.block)
     assert isinstance(tile, SumTile)

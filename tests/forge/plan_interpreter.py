@@ -1,8 +1,8 @@
 """A KernelPlan executed in plain torch, program by program: the second implementation of what a plan means.
 
-`run_plan(plan, buffers, sizes)` reads and writes the tensors of `buffers` (dense memory, addressed by the strides of
-the plan, so their shapes do not matter). It is slow and direct on purpose; the emitters are tested against it.
-"""
+`run_plan(plan, buffers, sizes)` reads and writes the tensors of `buffers` (dense memory, addressed by the
+strides of the plan, so their shapes do not matter). It is slow and direct on purpose; the emitters are
+tested against it."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ def run_plan(
 ) -> None:
     """Execute every program of the plan in ascending order, writing into `buffers`.
 
-    `row_sum` adds float values over the last axis in its own order (torch's when None). With `libraries` False the
-    elementary functions are computed in float64 and rounded once.
-    """
+    `row_sum` adds float values over the last axis in its own order (torch's when None). With `libraries`
+    False the elementary functions are computed in float64 and rounded once."""
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
     tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products}
     tiles[type(plan.tile)]()
@@ -167,7 +166,8 @@ class _Run:
         assert isinstance(tile, MatmulTile) and spec is not None
         m, n, k = *self.space, spec.k.value(self.sizes)
         a, b = self.matrix(spec.a, (m, k)), self.matrix(spec.b, (k, n))
-        chunk = -(-(-(-k // tile.block_k)) // tile.split_k) * tile.block_k
+        steps = -(-k // tile.block_k)
+        chunk = -(-steps // tile.split_k) * tile.block_k
         starts = range(0, tile.split_k * chunk, chunk) if tile.split_k > 1 else (0,)
         for part, start in enumerate(starts):
             stop = min(start + chunk, k) if tile.split_k > 1 else k
@@ -191,7 +191,9 @@ class _Run:
         if isinstance(stmt, Load):
             access = self.plan.accesses[stmt.access]
             flat = self.buffers[access.buffer].view(-1)
-            values[stmt.name] = flat[self.place(access, rows, cols, program)].to(torch_dtype(access.dtype.compute))
+            values[stmt.name] = flat[self.place(access, rows, cols, program)].to(
+                torch_dtype(access.dtype.compute)
+            )
         elif isinstance(stmt, Compute):
             args = [values[a] for a in stmt.args]
             values[stmt.name] = self.compute(stmt, args)
@@ -207,7 +209,9 @@ class _Run:
             return program * self.cols + cols
         strides = [s.value(self.sizes) for s in access.strides]
         at, rest = torch.zeros((), dtype=torch.int64), rows
-        for size, stride, symbolic in reversed(list(zip(self.space, strides, access.strides, strict=True))[:-1]):
+        for size, stride, symbolic in reversed(
+            list(zip(self.space, strides, access.strides, strict=True))[:-1]
+        ):
             at = at + (rest % size) * stride if symbolic != Dim() else at
             rest = rest // size
         return at + cols * strides[-1] if access.strides[-1] != Dim() else at
@@ -246,7 +250,9 @@ class _Run:
             if leaf is not DType.bool and (leaf.is_floating or not result.is_floating):
                 kind = leaf.compute if kind is None else promote(kind, leaf.compute)
         kind = kind or DType.int32
-        if not kind.is_floating and any(isinstance(e, Const) and isinstance(e.value, float) for e in walk(expr)):
+        if not kind.is_floating and any(
+            isinstance(e, Const) and isinstance(e.value, float) for e in walk(expr)
+        ):
             kind = DType.float32
         return self.value(expr, args, dtypes, torch_dtype(kind))
 

@@ -6,7 +6,19 @@ import torch
 
 from esper_ir.scalar import Arg, Expr, prim
 from esper_ir.types import Dim, DType
-from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile, Tile
+from forge.plan import (
+    Access,
+    Compute,
+    KernelPlan,
+    Load,
+    PointTile,
+    Reduce,
+    RowTile,
+    Stmt,
+    Store,
+    SumTile,
+    Tile,
+)
 
 F32, BF16 = DType.float32, DType.bfloat16
 A, B, C = Arg(0), Arg(1), Arg(2)
@@ -139,8 +151,10 @@ def broadcast_point(cols: int, dtype: DType, block: int = 100) -> KernelPlan:
     return b.plan(PointTile(block, 1), ("n",))
 
 
-def tensors(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, DType], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Normal values; a guard band of NaN bytes would hide nothing here: outputs start at a value no kernel writes."""
+def tensors(
+    shapes: dict[str, tuple[int, ...]], dtypes: dict[str, DType], seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Normal values of the given shapes and types."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
     for name, shape in shapes.items():

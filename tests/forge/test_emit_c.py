@@ -1,0 +1,345 @@
+"""Plans as C against the plan interpreter: equal bits for arithmetic, ulps where functions are involved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.scalar import BOOLEAN, PRIMITIVES, Arg, Cast, Prim, prim
+from esper_ir.types import Dim, DType
+from forge.emit.c import emit
+from forge.emit.c_reduce import LANES
+from forge.plan import KernelPlan, MatmulTile, PointTile, RowTile
+from forge.target import resolve
+from tests.forge import plans as P
+from tests.forge.native import call, library, programs
+from tests.forge.plan_interpreter import interleaved_sum, run_plan, torch_dtype
+from tests.forge.plans import BF16, F32, Builder, tensors
+
+WIDTHS = ((1, F32), (2, F32), (64, F32), (257, F32), (63, BF16), (65, BF16), (257, BF16))
+FAMILIES: dict[str, Callable[[int, DType], KernelPlan]] = {
+    "rms_forward": P.rms_forward, "rms_backward": P.rms_backward, "layer_norm": P.layer_norm,
+    "softmax": P.softmax, "bias_gelu": P.bias_gelu, "broadcast_point": P.broadcast_point,
+}  # fmt: skip
+EXACT = ("rms_forward", "rms_backward", "layer_norm", "broadcast_point")
+
+
+def renamed(plan: KernelPlan, name: str) -> KernelPlan:
+    return KernelPlan(
+        name, plan.space, plan.accesses, plan.body, plan.tile, plan.sizes, plan.matmul, plan.wide
+    )
+
+
+def memory(plan: KernelPlan, sizes: dict[str, int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """A flat tensor per buffer, as long as the plan reaches, with finite values (outputs included)."""
+    space = [s.value(sizes) for s in plan.space]
+    count = programs(plan, sizes)
+    lengths: dict[str, int] = {}
+    for access in plan.accesses:
+        reach = 1 + sum((n - 1) * s.value(sizes) for n, s in zip(space, access.strides, strict=True))
+        if access.partial:
+            reach = count * space[-1]
+        lengths[access.buffer] = max(lengths.get(access.buffer, 1), reach)
+    dtypes = dict(zip(plan.buffers, plan.buffer_dtypes, strict=True))
+    return tensors({b: (n,) for b, n in lengths.items()}, dtypes, seed)
+
+
+def both(plan: KernelPlan, code: object, sizes: dict[str, int], seed: int = 0) -> tuple[dict, dict]:
+    """Buffers after the native kernel, and after the interpreter."""
+    native = memory(plan, sizes, seed)
+    plain = {k: v.clone() for k, v in native.items()}
+    call(code, plan, native, sizes)  # type: ignore[arg-type]
+    run_plan(plan, plain, sizes, row_sum=interleaved_sum(LANES), libraries=False)
+    return native, plain
+
+
+def symbol(plan: KernelPlan) -> str:
+    return plan.sizes[0] if plan.sizes else ""
+
+
+@pytest.fixture(scope="module")
+def families() -> dict[tuple[str, int, DType], tuple[KernelPlan, object]]:
+    keys = [(name, width, dtype) for name in FAMILIES for width, dtype in WIDTHS]
+    made = tuple(renamed(FAMILIES[n](w, d), f"{n}_{w}_{d.value}") for n, w, d in keys)
+    code = library(made)
+    return {key: (plan, code) for key, plan in zip(keys, made, strict=True)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_match_the_interpreter(
+    name: str, families: dict[tuple[str, int, DType], tuple[KernelPlan, object]]
+) -> None:
+    for (width, dtype), count in itertools.product(WIDTHS, (1, 7)):
+        plan, code = families[name, width, dtype]
+        native, plain = both(plan, code, {symbol(plan): count})
+        for buffer in plan.buffers:
+            where = f"{plan.name} rows {count}: {buffer}"
+            if name in EXACT:
+                assert torch.equal(native[buffer], plain[buffer]), where
+            else:
+                # The function's own 2 ulp, or one unit of the stored type when that crosses a tie.
+                limit = 4e-7 if dtype is F32 else 2.0**-7
+                torch.testing.assert_close(native[buffer], plain[buffer], rtol=limit, atol=1e-7, msg=where)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("parts", "cols"), [(1, 1), (5, 65), (64, 31)])
+def test_second_stage_adds_in_order(dtype: DType, parts: int, cols: int) -> None:
+    plan = P.column_sum(cols, dtype)
+    native, plain = both(plan, library((plan,)), {"parts": parts})
+    assert torch.equal(native["dw"], plain["dw"])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_programs_that_take_turns(reverse: bool) -> None:
+    plan = P.rms_backward(65, F32)
+    tile = RowTile(2, 0, 65, 1, programs=4, reverse=reverse)
+    turns = KernelPlan("turns", plan.space, plan.accesses, plan.body, tile, plan.sizes)
+    for rows in (1, 9, 37):
+        native, plain = both(turns, library((turns,)), {"m": rows})
+        assert torch.equal(native["dh"], plain["dh"]) and torch.equal(native["part"], plain["part"])
+
+
+def test_backward_matches_autograd() -> None:
+    """The two stages together are the gradient of the norm that torch computes in float64."""
+    rows, cols = 37, 65
+    main, second = P.rms_backward(cols, F32), P.column_sum(cols, F32)
+    code = library((main, second))
+    data = tensors(dict.fromkeys(("x", "r", "g"), (rows, cols)), dict.fromkeys(("x", "r", "g"), F32))
+    data["w"] = torch.linspace(0.5, 1.5, cols)
+    x, r, w = (data[n].double().requires_grad_() for n in ("x", "r", "w"))
+    rstd = ((x + r).pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+    ((x + r) * rstd * w * data["g"].double()).sum().backward()
+    data |= {"rstd": rstd.detach().float().flatten(), "dh": torch.zeros(rows, cols)}
+    data |= {"part": torch.zeros(10, cols), "dw": torch.zeros(cols)}
+    call(code, main, data, {"m": rows})
+    call(code, second, data, {"parts": 10})
+    assert x.grad is not None and w.grad is not None
+    torch.testing.assert_close(data["dh"], x.grad.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(data["dw"], w.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+# Scalar primitives
+
+OURS = (
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log1p",
+    "tanh",
+    "erf",
+    "sin",
+    "cos",
+    "pow",
+    "sigmoid",
+    "rsqrt",
+)
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.5, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38, 88.8]
+
+
+def scalar_plan(name: str, dtype: DType) -> KernelPlan:
+    """One primitive over a vector; the result of a comparison is stored as bool."""
+    b = Builder(f"{name}_{dtype.value}", ("n",))
+    kinds = [DType.bool if name in ("and", "or", "xor", "not") else dtype] * PRIMITIVES[name]
+    if name == "where":
+        kinds[0] = DType.bool
+    args = tuple(b.load(f"a{i}", kind) for i, kind in enumerate(kinds))
+    result = DType.bool if name in BOOLEAN else dtype
+    b.store(b.compute(Prim(name, tuple(Arg(i) for i in range(len(args)))), args, result), "y", result)
+    return b.plan(PointTile(64, 1), ("n",))
+
+
+def operands(plan: KernelPlan) -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(1)
+    pairs = torch.tensor(list(itertools.product(SPECIAL, SPECIAL)), dtype=torch.float64)
+    random = torch.randn((400, 2), generator=gen, dtype=torch.float64) * 4
+    values = torch.cat([pairs, random]).T.contiguous()
+    out = {}
+    for at, (buffer, dtype) in enumerate(zip(plan.buffers, plan.buffer_dtypes, strict=True)):
+        column = values[min(at, 1)] if at < 2 else values[0].flip(0)
+        whole = column.nan_to_num(3.0, 5.0, -5.0).clamp(-9, 9).round()
+        out[buffer] = (column if dtype.is_floating else whole).to(torch_dtype(dtype))
+    return out
+
+
+def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest distance in units of the last place; NaN and infinities must agree."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    same = (found == wanted) | found.isnan()
+    apart, near = found[~same].double(), wanted[~same]
+    assert bool(apart.isfinite().all()) and bool(near.isfinite().all()), (apart, near)
+    tiny = torch.finfo(near.dtype).tiny
+    step = torch.nextafter(near.abs().clamp_min(tiny), torch.full_like(near, torch.inf)).double()
+    gap = (apart - near.double()).abs() / (step - near.abs().clamp_min(tiny).double())
+    return float(gap.max()) if len(gap) else 0.0
+
+
+FLOATS = (F32, BF16, DType.float64)
+INTEGER = ("neg", "abs", "sign", "add", "sub", "mul", "maximum", "minimum", "eq", "lt", "ge", "where", "fmod")
+
+
+@pytest.fixture(scope="module")
+def scalars() -> tuple[object, dict[str, KernelPlan]]:
+    made = [scalar_plan(name, dtype) for name in PRIMITIVES for dtype in FLOATS]
+    made += [
+        scalar_plan(name, dtype) for name in INTEGER for dtype in (DType.int32, DType.int64, DType.uint8)
+    ]
+    return library(tuple(made)), {p.name: p for p in made}
+
+
+def run_scalar(scalars: tuple[object, dict[str, KernelPlan]], key: str) -> tuple[torch.Tensor, torch.Tensor]:
+    code, made = scalars
+    plan = made[key]
+    data = operands(plan)
+    if key.startswith("fmod") and not plan.buffer_dtypes[0].is_floating:
+        data["a1"] = torch.where(data["a1"] == 0, 7, data["a1"])
+    plain = {k: v.clone() for k, v in data.items()}
+    sizes = {"n": len(data["y"])}
+    call(code, plan, data, sizes)  # type: ignore[arg-type]
+    run_plan(plan, plain, sizes, libraries=False)
+    return data["y"], plain["y"]
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_every_primitive(name: str, scalars: tuple[object, dict[str, KernelPlan]]) -> None:
+    for dtype in FLOATS:
+        found, wanted = run_scalar(scalars, f"{name}_{dtype.value}")
+        if wanted.dtype is torch.bool:
+            assert torch.equal(found, wanted), (name, dtype)
+            continue
+        # libm promises less for the functions we leave to it; 16-bit results may round across a tie.
+        limit = {F32: 2.0 if name in OURS else 4.0, DType.float64: 4.0}.get(dtype, 1.0)
+        assert ulps(found, wanted) <= limit, (name, dtype)
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_integer_primitives(name: str, scalars: tuple[object, dict[str, KernelPlan]]) -> None:
+    for dtype in (DType.int32, DType.int64, DType.uint8):
+        found, wanted = run_scalar(scalars, f"{name}_{dtype.value}")
+        assert torch.equal(found, wanted), (name, dtype)
+
+
+def test_casts_follow_torch() -> None:
+    pairs = [(a, b) for a in DType for b in DType]
+    made = []
+    for source, to in pairs:
+        b = Builder(f"cast_{source.value}_{to.value}", ("n",))
+        b.store(b.compute(Cast(Arg(0), to), (b.load("x", source),), to), "y", to)
+        made.append(b.plan(PointTile(64, 1), ("n",)))
+    code = library(tuple(made))
+    values = torch.tensor([0.0, 1.0, -1.0, 2.5, 3.5, 100.7, 0.1, 65519.0, 1e-7, 7e-8, 1e-41])
+    for (source, to), plan in zip(pairs, made, strict=True):
+        fits = values if source.is_floating else values.clamp(0, 100)
+        fits = fits if to.is_floating else fits.clamp(0, 100)
+        data = {"x": fits.to(torch_dtype(source)), "y": torch.zeros(len(values), dtype=torch_dtype(to))}
+        call(code, plan, data, {"n": len(values)})
+        assert torch.equal(data["y"], data["x"].to(torch_dtype(to))), plan.name
+
+
+def test_mixed_types_are_computed_where_torch_computes_them() -> None:
+    """A comparison of floats inside a floating result, a truth value in arithmetic, an integer divided."""
+    b = Builder("mixed", ("n",))
+    x, i, t = b.load("x", BF16), b.load("i", DType.int32), b.load("t", DType.bool)
+    b.store(
+        b.compute(prim("where", prim("gt", Arg(0), 0.0), Arg(0), prim("mul", Arg(0), 0.1)), (x,), BF16),
+        "leaky",
+        BF16,
+    )
+    b.store(b.compute(prim("add", Arg(0), Arg(1)), (x, t), BF16), "plus", BF16)
+    b.store(b.compute(prim("div", Arg(0), Arg(1)), (i, i), F32), "ratio", F32)
+    b.store(b.compute(prim("lt", Arg(0), 0.5), (i,), DType.bool), "less", DType.bool)
+    plan = b.plan(PointTile(16, 1), ("n",))
+    n = 33
+    data = {
+        "x": torch.randn(n).bfloat16(), "i": torch.arange(-16, n - 16, dtype=torch.int32),
+        "t": torch.rand(n) > 0.5,
+        "leaky": torch.zeros(n).bfloat16(), "plus": torch.zeros(n).bfloat16(), "ratio": torch.zeros(n),
+        "less": torch.zeros(n, dtype=torch.bool),
+    }  # fmt: skip
+    call(library((plan,)), plan, data, {"n": n})
+    assert torch.equal(data["leaky"], torch.nn.functional.leaky_relu(data["x"], 0.1))
+    assert torch.equal(data["plus"], data["x"] + data["t"])
+    torch.testing.assert_close(data["ratio"], data["i"] / data["i"], equal_nan=True)
+    assert torch.equal(data["less"], data["i"] < 0.5)
+
+
+# Rules
+
+
+def test_reductions_keep_nan_and_infinity() -> None:
+    plan = P.softmax(65, F32)
+    data = memory(plan, {"m": 3})
+    data["x"][3], data["x"][70] = torch.nan, -torch.inf
+    call(library((plan,)), plan, data, {"m": 3})
+    y = data["y"].view(3, 65)
+    assert y[0].isnan().all() and y[1, 5] == 0 and torch.allclose(y[1:].sum(-1), torch.ones(2))
+
+
+def test_costly_values_are_computed_once_per_element() -> None:
+    text = emit(P.softmax(64, F32), resolve("cpu"))
+    assert text.count("exp_f(") == 2, "one in the vector loop and one in the loop over the rest"
+    wide = P.softmax(64, F32)
+    short = KernelPlan(wide.name, wide.space, wide.accesses, wide.body, RowTile(1, 1, 32, 1), wide.sizes)
+    assert emit(short, resolve("cpu")).count("exp_f(") > 2, "rows longer than the tile are not kept"
+
+
+def test_same_bits_with_any_number_of_threads_and_vector_width() -> None:
+    made = tuple(
+        renamed(FAMILIES[name](192, dtype), f"{name}_{dtype.value}")
+        for name, dtype in (
+            ("rms_backward", BF16),
+            ("softmax", F32),
+            ("layer_norm", BF16),
+            ("bias_gelu", F32),
+        )
+    )
+    best, before = resolve("cpu"), torch.get_num_threads()
+    results = []
+    for target, threads in ((resolve("cpu-v3"), 2), (best, 1), (best, 2), (best, 3)):
+        code = library(made, target)
+        torch.set_num_threads(threads)  # the object uses the OpenMP runtime that torch loaded
+        written = [memory(plan, {"m": 301}) for plan in made]
+        for plan, data in zip(made, written, strict=True):
+            call(code, plan, data, {"m": 301})
+        results.append(written)
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_refusals() -> None:
+    softmax = P.softmax(8, F32)
+    with pytest.raises(EsperError, match="E0522"):
+        emit(softmax, resolve("h100"))
+    tiled = KernelPlan("mm", softmax.space, (), (), MatmulTile(16, 16, 16, 4, 1), ("m",))
+    with pytest.raises(EsperError, match="E0522"):
+        emit(tiled, resolve("cpu-v3"))
+    b = Builder("used_early", ("m", 8))
+    total = b.reduce(b.load("x", F32), "sum", "col")
+    b.store(total, "part", F32, "c", partial=True)
+    b.store(b.compute(prim("neg", Arg(0)), (total,), F32), "y", F32, "c")
+    with pytest.raises(EsperError, match="E0523"):
+        emit(b.plan(RowTile(1, 1, 8, 1), ("m",)), resolve("cpu-v3"))
+    b = Builder("sine_of_int", ("n",))
+    b.store(b.compute(prim("sin", Arg(0)), (b.load("x", DType.int32),), DType.int32), "y", DType.int32)
+    with pytest.raises(EsperError, match="E0524"):
+        emit(b.plan(PointTile(8, 1), ("n",)), resolve("cpu-v3"))
+
+
+def test_symbolic_columns_and_floordiv() -> None:
+    b = Builder("halves", ("m", "floordiv(h, 2)"))
+    b.store(b.reduce(b.load("x", F32)), "y", F32, "r")
+    plan = KernelPlan(
+        "halves", b.space, tuple(b.accesses), tuple(b.body), RowTile(1, 4, 64, 1), ("m", "h"), wide=True
+    )
+    sizes = {"m": 5, "h": 67}
+    assert plan.cols == Dim.of("floordiv(h, 2)")
+    native, plain = both(plan, library((plan,)), sizes)
+    assert torch.equal(native["y"], plain["y"])
