@@ -91,9 +91,13 @@ class Index:
             return apsw.Connection(str(name), flags=flags)
         # A log needs shared memory beside it. On a medium that cannot be written there is neither, and then
         # the file cannot change under us: only so may it be opened as immutable.
-        frozen = not os.access(self.home, os.W_OK) and not (self.home / f"{DATABASE}-wal").exists()
+        frozen = not os.access(self.home, os.W_OK) and not self._has_log()
         flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_NOFOLLOW
         return apsw.Connection(f"{name.as_uri()}?mode=ro{'&immutable=1' if frozen else ''}", flags=flags)
+
+    def _has_log(self) -> bool:
+        log, memory = (self.home / f"{DATABASE}{tail}" for tail in ("-wal", "-shm"))
+        return log.exists() and (memory.exists() or log.stat().st_size > 0)
 
     def _prepare(self) -> None:
         self.connection.set_busy_handler(self._busy)

@@ -61,9 +61,10 @@ def flip(path: Path, offset: int) -> None:
 
 
 def contents(home: Path) -> dict[str, bytes]:
-    """Every file below a directory, for comparing before and after. SQLite's shared memory is not content."""
+    """Every file below a directory, for comparing. SQLite's shared memory and an empty log are not content."""
     return {
         str(path.relative_to(home)): path.read_bytes()
         for path in sorted(home.rglob("*"))
         if path.is_file() and not path.name.endswith("-shm")
+        if path.stat().st_size or not path.name.endswith("-wal")
     }
