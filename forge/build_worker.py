@@ -17,6 +17,7 @@ from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from forge.ptx import join
+from forge.sass import bad_carries
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -67,33 +68,42 @@ def _compile(kernel: dict[str, Any], request: dict[str, Any], folder: Path) -> t
 
 
 def _assemble(ptx: str, request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    ptxas = _ptxas(request["ptxas"])
+    """The first named assembler whose output passes the look at its instructions."""
+    faults: list[str] = []
+    for name in request["assemblers"]:
+        cubin, log, version = _run_ptxas(_tool(name), ptx, request, folder)
+        faults = bad_carries(_disassemble(folder))
+        if not faults:
+            return {
+                "cubin": base64.b64encode(cubin).decode(), "ptx": ptx, "usage": _usage(log), "ptxas": version,
+                "elf_abi": cubin[8],
+            }  # fmt: skip
+    what = f"every assembler of this Triton miscompiles a product ({faults[0]})"
+    raise EsperError(
+        "E0547", what, node=request["proc"], hint="install a Triton that carries ptxas 12.9 or newer"
+    )
+
+
+def _run_ptxas(ptxas: Path, ptx: str, request: dict[str, Any], folder: Path) -> tuple[bytes, str, str]:
     # Relative names: what ptxas writes must not depend on where it ran.
     (folder / "module.ptx").write_text(ptx)
-    command = [
-        str(ptxas),
-        "-v",
-        f"--gpu-name={request['proc']}",
-        *request["ptxas_flags"],
-        "module.ptx",
-        "-o",
-        "module.cubin",
-    ]
+    flags = ["-v", f"--gpu-name={request['proc']}", *request["ptxas_flags"]]
+    command = [str(ptxas), *flags, "module.ptx", "-o", "module.cubin"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         raise EsperError("E0544", f"ptxas failed: {done.stderr.strip()[-400:]}", node=request["proc"])
     version = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True).stdout
     named = re.search(r"V(\d+\.\d+\.\d+)", version)
-    return {
-        "cubin": base64.b64encode((folder / "module.cubin").read_bytes()).decode(),
-        "ptx": ptx,
-        "usage": _usage(done.stderr),
-        "ptxas": named.group(1) if named else "unknown",
-    }
+    return (folder / "module.cubin").read_bytes(), done.stderr, named.group(1) if named else "unknown"
 
 
-def _ptxas(name: str) -> Path:
-    """The assembler that Triton's wheel carries, by name, never one found on PATH."""
+def _disassemble(folder: Path) -> str:
+    command = [str(_tool("nvdisasm")), "-c", "module.cubin"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+
+
+def _tool(name: str) -> Path:
+    """A tool that Triton's wheel carries, by name, never one found on PATH."""
     import triton.backends.nvidia as nvidia
 
     path = Path(nvidia.__path__[0]) / "bin" / name

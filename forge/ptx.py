@@ -16,7 +16,7 @@ _ENTRY = re.compile(r"\.visible\s+\.entry\s+(\w+)\s*\((.*?)\)", re.DOTALL)
 _PARAM = re.compile(r"\.param\s+\.(\w+)(?:\s+\.ptr(?:\s+\.\w+)*(?:\s+\.align\s+\d+)?)?\s+\w+")
 _SHARED = re.compile(r"^\s*\.extern\s+\.shared\b.*;\s*$", re.MULTILINE)
 _SYMBOL = re.compile(
-    r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?\b(\w+)\s*(?:\[[^\]]*\])*\s*[=;]",
+    r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?[\s]([\w$]+)\s*(?:\[[^\]]*\])*\s*[=;]",
     re.MULTILINE,
 )
 _KINDS = {"u64": ("ptr", 8), "b64": ("ptr", 8), "u32": ("i32", 4), "b32": ("i32", 4), "s32": ("i32", 4)}
@@ -57,7 +57,7 @@ def join(modules: list[str]) -> str:
         body = _SHARED.sub("", body)
         owner = entries(text)[0].name
         for symbol in dict.fromkeys(_SYMBOL.findall(body)):
-            body = re.sub(rf"\b{re.escape(symbol)}\b", f"{symbol}__{owner}", body)
+            body = re.sub(rf"(?<![\w$]){re.escape(symbol)}(?![\w$])", f"{symbol}__{owner}", body)
         bodies.append(
             "\n".join(line for line in body.splitlines() if line.strip() and not line.startswith("//"))
         )

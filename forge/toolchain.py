@@ -71,7 +71,7 @@ def request(sources: tuple[KernelSource, ...], target: Target) -> dict[str, Any]
         "arch": target.arch if target.kind == "hip" else target.capability,
         "proc": target.arch,
         "warp": target.warp,
-        "ptxas": "ptxas" if target.capability < 100 else "ptxas-blackwell",
+        "assemblers": ["ptxas", "ptxas-blackwell"] if target.capability < 100 else ["ptxas-blackwell"],
         "ptxas_flags": [] if FP_FUSION else ["--fmad=false"],
         "kernels": [_kernel_request(s, target) for s in sources],
     }
@@ -122,7 +122,7 @@ def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
     kernels = tuple(_record(s, "module", _checked(s, declared), facts) for s in sources)
     side = {**texts, "module.ptx": made["ptx"].encode()}
     blob = ("module", "cubin", base64.b64decode(made["cubin"]))
-    return Built((blob,), kernels, side, {**toolchain, "ptxas": made["ptxas"]})
+    return Built((blob,), kernels, side, {**toolchain, "ptxas": made["ptxas"], "elf_abi": made["elf_abi"]})
 
 
 def _compile_parallel(asked: dict[str, Any]) -> list[dict[str, Any]]:

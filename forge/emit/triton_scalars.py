@@ -22,15 +22,16 @@ COMMON: dict[str, str] = {
     "sigmoid": "_sigmoid({0})", "erf": "tl.erf({0})", "rsqrt": "tl.rsqrt({0})",
     "div": "_div({0}, {1})", "sqrt": "_sqrt({0})",
 }  # fmt: skip
+ONE_OPERAND = (
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
+    "tanh", "asinh", "acosh", "atanh", "erfc", "trunc",
+)  # fmt: skip
 # Accurate to an ulp or two, as torch's kernels are; tl.exp and friends are the approximate instructions.
 LIBDEVICE: dict[str, str] = {
-    name: f"libdevice.{fn}({', '.join('{%d}' % i for i in range(arity))})"
-    for name, fn, arity in (
-        ("exp", "exp", 1), ("exp2", "exp2", 1), ("expm1", "expm1", 1), ("log", "log", 1), ("log2", "log2", 1),
-        ("log1p", "log1p", 1), ("sin", "sin", 1), ("cos", "cos", 1), ("tanh", "tanh", 1), ("round", "rint", 1),
-        ("trunc", "trunc", 1), ("pow", "pow", 2), ("fmod", "fmod", 2),
-    )
-}  # fmt: skip
+    **{n: f"libdevice.{n}({{0}})" for n in ONE_OPERAND},
+    **{n: f"libdevice.{n}({{0}}, {{1}})" for n in ("pow", "fmod", "atan2")},
+    "round": "libdevice.rint({0})",
+}
 INTERPRETED: dict[str, str] = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
     "log2": "tl.log2({0})", "log1p": "tl.log(1.0 + {0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",

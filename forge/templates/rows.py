@@ -27,7 +27,9 @@ from forge.views import ONE
 
 ZERO = Dim()
 TILE = 4096
-PARTIALS = 512
+# Programs that share the rows when columns are reduced: about one a multiprocessor of a large card, and the number of
+# partial rows. A constant, so that results do not depend on the card.
+PROGRAMS = 128
 # Rows that one program adds in float32 before the float64 sum of the partial rows: the error of a running sum grows
 # with the root of its length, and eager's own sums are trees.
 ADDED_ROWS = 16
@@ -128,10 +130,10 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
 
 
 def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
-    stmts = given.body.stmts
-    row_reduce = any(isinstance(s, Reduce) and s.axis == "row" for s in stmts)
-    col_reduce = any(isinstance(s, Reduce) and s.axis == "col" for s in stmts)
-    rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
+    """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn, last first,
+    the next block loaded while one is worked on; else one block of rows a program.
+    """
+    row_reduce, col_reduce = reduces(given.body.stmts)
     cols = space[-1].value(given.sizes)
     if given.target.kind == "cpu":
         per = ADDED_ROWS if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
@@ -139,22 +141,39 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
     if not row_reduce:
-        wide = min(wide, 1024 if not col_reduce else 512)
-    if col_reduce and row_reduce and not whole:
-        raise EsperError(
-            "E0535", "row and column reductions over rows too long for registers", node=given.group.name
-        )
-    block = max(min(TILE // wide, 64), 1)
-    warps = min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8)
-    per = next_pow2(max(-(-rows // PARTIALS), block)) if col_reduce else block
-    return RowTile(block, max(per, block), wide, next_pow2(warps))
+        wide = min(wide, 512 if col_reduce else 1024)
+    if not col_reduce:
+        block = max(min(TILE // wide, 64), 1)
+        return RowTile(block, block, wide, next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8)))
+    rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
+    across = 1 if row_reduce else -(-cols // wide)
+    block, warps = _both_axes(wide)
+    programs = max(min(-(-rows // block), PROGRAMS * max(4096 // wide, 1) // across), 1)
+    return RowTile(block, 0, wide, warps, programs=next_pow2(programs), reverse=True, prefetch=True)
+
+
+def _both_axes(wide: int) -> tuple[int, int]:
+    """(rows of a block, warps): a thread owns 8 columns of every row of the block where a row is long enough, so that
+    the sum down the block needs no exchange between warps.
+    """
+    if wide >= 4096:
+        return max(8192 // wide, 1), 16
+    if wide >= 256:
+        return 4, wide // 256
+    return max(min(2048 // wide, 64), 1), 4
+
+
+def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
+    """Whether a body reduces along rows, and down columns."""
+    axes = {s.axis for s in stmts if isinstance(s, Reduce)}
+    return "row" in axes, "col" in axes
 
 
 def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
     tile = _tile(given, space)
-    row_reduce = any(isinstance(s, Reduce) and s.axis == "row" for s in given.body.stmts)
+    row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
-    programs = ceildiv(rows, tile.rows_per_program)
+    programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
     columns = ONE if row_reduce or given.target.kind == "cpu" else ceildiv(space[-1], tile.block_cols)
     steps = [_launch(given, space, accesses, given.body.stmts, tile, programs, columns)]
     temps = {p: Temp(_dtype(given, n), (programs, space[-1])) for n, p in given.body.partials.items()}
@@ -196,8 +215,8 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
     for node_id in (n for n in names if n in given.stored):
         accesses.append(Access(node_id, given.graph.types[node_id].dtype, (ZERO, ONE)))
         stmts.append(Store(len(accesses) - 1, names[node_id]))
-    wide = 64 if given.target.kind != "cpu" else 1024
-    tile = SumTile(32 if given.target.kind != "cpu" else 1, wide, 4)
+    wide = 32 if given.target.kind != "cpu" else 1024
+    tile = SumTile(64, wide, 8) if given.target.kind != "cpu" else SumTile(1, wide, 1)
     return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, wide), suffix="_sum")
 
 

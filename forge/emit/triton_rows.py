@@ -1,0 +1,162 @@
+"""RowTile kernels in Triton: whole rows in registers, or rows swept in blocks of columns."""
+
+from __future__ import annotations
+
+from forge.emit.triton_base import COMBINE, Kernel, masked, statement
+from forge.emit.triton_scalars import TRITON_TYPE
+from forge.emit.writer import dim_text
+from forge.plan import Load, Reduce, RowTile, Stmt, Store, phases
+
+VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
+
+
+def rows(k: Kernel, tile: RowTile) -> None:
+    """Body of a RowTile kernel."""
+    cols = k.plan.cols.static
+    whole = cols is not None and tile.block_cols >= cols
+    k.w.line(f"pid = tl.program_id(0).to({k.index_type})")
+    if whole or not any(isinstance(s, Reduce) and s.axis == "row" for s in k.plan.body):
+        _whole(k, tile, whole)
+    else:
+        _swept(k, tile)
+
+
+def _blocks(k: Kernel, tile: RowTile) -> str | None:
+    """Head of the loop over row blocks, or None when the program has one."""
+    if tile.programs:
+        k.w.line(f"blocks = tl.cdiv({dim_text(k.plan.rows)}, {tile.programs * tile.block_rows})")
+        return "for i in tl.range(0, blocks):"
+    if tile.rows_per_program == tile.block_rows:
+        return None
+    return f"for i in tl.range(0, {tile.rows_per_program // tile.block_rows}):"
+
+
+def _first_row(tile: RowTile, step: str) -> str:
+    """First row of block number `step` of this program."""
+    if tile.programs:
+        turn = f"(blocks - 1 - ({step}))" if tile.reverse else f"({step})"
+        return f"({turn} * {tile.programs} + pid) * {tile.block_rows}"
+    return f"pid * {tile.rows_per_program} + ({step}) * {tile.block_rows}"
+
+
+def _row_lines(k: Kernel, tile: RowTile, step: str, prefix: str = "") -> None:
+    k.w.line(f"{prefix}row = {_first_row(tile, step)} + tl.arange(0, {tile.block_rows})[:, None]")
+    lower = f" & ({prefix}row >= 0)" if tile.reverse and tile.prefetch else ""
+    k.w.line(f"{prefix}row_ok = ({prefix}row < {dim_text(k.plan.rows)}){lower}")
+
+
+def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
+    """The program's columns stay in registers: all of them, or (no row reduction) the block of grid axis 1."""
+    w, block = k.w, tile.block_cols
+    first = "" if whole else f"tl.program_id(1).to({k.index_type}) * {block} + "
+    w.line(f"col = {first}tl.arange(0, {block})[None, :]")
+    exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
+    col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
+    early, rest = k.hoist()
+    outer = ["0"] * (len(k.plan.space) - 1)
+    for s in early:
+        statement(k, s, [*outer, "col"], col_mask)
+    sums = [s for s in k.plan.body if isinstance(s, Reduce) and s.axis == "col"]
+    folded = tile.warps * 32 * VECTOR <= block
+    for s in sums:
+        shape = f"[{1 if folded else tile.block_rows}, {block}]"
+        w.line(f"{s.name}_acc = tl.full({shape}, {COMBINE[s.combine][1]}, {TRITON_TYPE[k.dtypes[s.name]]})")
+    finished = {s.name for s in sums}
+    work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
+    _loop(k, tile, work, col_mask, folded)
+    _store_partials(k, sums, col_mask.get("c", ""), folded)
+
+
+def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], folded: bool) -> None:
+    head = _blocks(k, tile)
+    if head is None:
+        _row_lines(k, tile, "0")
+        _block(k, work, {"r": "row_ok", **col_mask}, folded)
+        return
+    loads = [s for s in work if isinstance(s, Load)] if tile.prefetch else []
+    rest = [s for s in work if s not in loads]
+    if not loads:
+        with k.w.block(head):
+            _row_lines(k, tile, "i")
+            _block(k, work, {"r": "row_ok", **col_mask}, folded)
+        return
+    _row_lines(k, tile, "0")
+    _fetch(k, loads, "", col_mask)
+    with k.w.block(head):
+        _row_lines(k, tile, "i + 1", "next_")
+        _fetch(k, loads, "next_", col_mask)
+        for s in loads:
+            k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
+        _block(k, rest, {"r": "row_ok", **col_mask}, folded)
+        for name in ("row", "row_ok", *(f"raw_{s.name}" for s in loads)):
+            k.w.line(f"{name} = next_{name}")
+
+
+def _fetch(k: Kernel, loads: list[Load], prefix: str, col_mask: dict[str, str]) -> None:
+    """Loads of one block in their stored type, half the registers of the computed one."""
+    index = [*k.row_indices(f"{prefix}row"), "col"]
+    for s in loads:
+        access = k.plan.accesses[s.access]
+        mask = k.mask(k.axes[s.name], {"r": f"{prefix}row_ok", **col_mask})
+        k.w.line(f"{prefix}raw_{s.name} = {k.raw_load(access, index, mask)}")
+
+
+def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool) -> None:
+    index = [*k.row_indices("row"), "col"]
+    for s in work:
+        if isinstance(s, Reduce) and s.axis == "col":
+            combine, identity = COMBINE[s.combine]
+            value = masked(s.arg, k.mask("rc", masks), identity)
+            value = f"tl.reduce({value}, 0, {combine}, keep_dims=True)" if folded else value
+            k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {value})")
+        else:
+            statement(k, s, index, masks)
+
+
+def _store_partials(k: Kernel, sums: list[Reduce], mask: str, folded: bool) -> None:
+    stores = {s.value: k.plan.accesses[s.access] for s in k.plan.body if isinstance(s, Store)}
+    for s in sums:
+        access = stores[s.name]
+        total = f"{s.name}_acc"
+        if not folded:
+            total = f"tl.reduce({total}, 0, {COMBINE[s.combine][0]}, keep_dims=True)"
+        where = f"{k.pointer[access.buffer]} + pid * {dim_text(k.plan.cols)} + col"
+        k.w.line(f"tl.store({where}, {total}{f', mask={mask}' if mask else ''})")
+
+
+def _swept(k: Kernel, tile: RowTile) -> None:
+    head = _blocks(k, tile)
+    if head is None:
+        _row_lines(k, tile, "0")
+        _sweeps(k, tile)
+        return
+    with k.w.block(head):
+        _row_lines(k, tile, "i")
+        _sweeps(k, tile)
+
+
+def _sweeps(k: Kernel, tile: RowTile) -> None:
+    w, cols, kept = k.w, dim_text(k.plan.cols), {"r": "row_ok"}
+    before, sweeps = phases(k.plan)
+    outer = k.row_indices("row")
+    for s in before:
+        statement(k, s, [*outer, "0"], kept)
+    for sweep in sweeps:
+        for r in sweep.reduces:
+            shape = f"[{tile.block_rows}, {tile.block_cols}]"
+            w.line(
+                f"{r.name}_acc = tl.full({shape}, {COMBINE[r.combine][1]}, {TRITON_TYPE[k.dtypes[r.name]]})"
+            )
+        with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
+            w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
+            masks = {**kept, "c": f"(col < {cols})"}
+            for s in sweep.full:
+                statement(k, s, [*outer, "col"], masks)
+            for r in sweep.reduces:
+                combine, identity = COMBINE[r.combine]
+                value = masked(r.arg, k.mask("rc", masks), identity)
+                w.line(f"{r.name}_acc = {combine}({r.name}_acc, {value})")
+        for r in sweep.reduces:
+            w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine][0]}, keep_dims=True)")
+        for s in sweep.scalars:
+            statement(k, s, [*outer, "0"], kept)
