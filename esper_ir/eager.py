@@ -95,11 +95,28 @@ def constant_value(leaf: Leaf, base: Path | None = None) -> Tensor:
     return found.to(dtype)
 
 
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a dotted name, made where it is missing, and the last part of the name."""
+    *path, last = name.split(".")
+    for part in path:
+        inner = getattr(root, part, None)
+        if inner is None:
+            inner = nn.Module()
+            root.add_module(part, inner)
+        root = inner
+    if not last or not isinstance(root, nn.Module) or hasattr(root, last):
+        raise EsperError(
+            "E0404", f"{name!r} cannot be an attribute of a torch module", node=name, hint="rename it"
+        )
+    return root, last
+
+
 class EagerTwin(nn.Module):
-    """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint.
+    """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint, dots as
+    nested modules.
 
     `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of
-    them. Names with dots are kept in `names`; torch sees them with "_" for ".".
+    them.
     """
 
     def __init__(
@@ -108,26 +125,22 @@ class EagerTwin(nn.Module):
         super().__init__()
         self.blueprint = blueprint
         self.graph = typed(blueprint)
-        self.names = {
-            leaf.name: leaf.name.replace(".", "_") for leaf in blueprint.leaves if leaf.kind != "input"
-        }
-        if len(set(self.names.values())) != len(self.names):
-            raise EsperError(
-                "E0404", "two params have the same name once dots are underscores", hint="rename one"
-            )
         wanted = blueprint.differentiable
         for leaf in blueprint.of_kind("param"):
             trained = leaf.type.dtype.is_floating and (wanted is None or leaf.name in wanted)
-            value = nn.Parameter(initialise(leaf, generator), requires_grad=trained)
-            self.register_parameter(self.names[leaf.name], value)
+            owner, name = _owner(self, leaf.name)
+            owner.register_parameter(name, nn.Parameter(initialise(leaf, generator), requires_grad=trained))
         for leaf in blueprint.of_kind("buffer"):
-            self.register_buffer(self.names[leaf.name], initialise(leaf, generator))
+            owner, name = _owner(self, leaf.name)
+            owner.register_buffer(name, initialise(leaf, generator))
         for leaf in blueprint.of_kind("constant"):
-            self.register_buffer(self.names[leaf.name], constant_value(leaf, base), persistent=False)
+            owner, name = _owner(self, leaf.name)
+            owner.register_buffer(name, constant_value(leaf, base), persistent=False)
 
     def values(self) -> dict[str, Tensor]:
         """Params, buffers and constants under their names in the blueprint."""
-        return {name: getattr(self, attribute) for name, attribute in self.names.items()}
+        found = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {leaf.name: found[leaf.name] for leaf in self.blueprint.leaves if leaf.kind != "input"}
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Raises EsperError E0402 when a shape or dtype does not fit the blueprint."""

@@ -146,8 +146,19 @@ def test_constants_inline_and_in_a_file(tmp_path: Path) -> None:
 def test_twin_with_a_constant() -> None:
     b = Builder("b")
     x, k = b.input("x", "float32", [2]), b.constant("layer.k", "float32", [2], [1.0, 2.0])
-    twin = EagerTwin(b.build(x * k))
-    assert twin(torch.ones(2)).tolist() == [1.0, 2.0]
+    w = b.param("layer.0.w", "float32", [2], "ones")
+    twin = EagerTwin(b.build(x * k + w))
+    assert twin(torch.ones(2)).tolist() == [2.0, 3.0]
+    assert list(twin.state_dict()) == ["layer.0.w"]
+
+
+@pytest.mark.parametrize("names", [("a", "a.b"), ("a.b", "a"), ("forward", "w"), ("w.", "v")])
+def test_names_that_a_module_cannot_have(names: tuple[str, str]) -> None:
+    b = Builder("b")
+    first, second = (b.param(n, "float32", [2], "ones") for n in names)
+    with pytest.raises(EsperError) as caught:
+        EagerTwin(b.build(first + second))
+    assert caught.value.code == "E0404"
 
 
 def test_nothing_ambient_changes_the_meaning() -> None:

@@ -222,3 +222,11 @@ def test_schema_names_every_section() -> None:
     assert schema["$schema"].startswith("https://json-schema.org")
     assert set(to_json(load(EXAMPLES[0]))) <= set(schema["properties"])
     assert json.loads(json.dumps(schema)) == schema
+
+
+def test_the_shipped_schema_is_this_one(request: pytest.FixtureRequest) -> None:
+    path = ROOT / "esper_ir" / "blueprint.schema.json"
+    text = json.dumps(json_schema(), indent=1) + "\n"
+    if request.config.getoption("--update-golden"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text, "stale: pytest --update-golden writes it"
