@@ -69,12 +69,14 @@ def _blueprint(path: Path) -> Any:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--pipeline", "pipelines", multiple=True, help="Pipeline, repeatable (default: fast).")
 @TARGET
+@click.option("--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again.")
 @LIBRARY
 @JSON
 def compile_(
     paths: tuple[str, ...],
     pipelines: tuple[str, ...],
     targets: tuple[str, ...],
+    replay: Path | None,
     library: Path | None,
     as_json: bool,
 ) -> None:
@@ -86,12 +88,13 @@ def compile_(
     rows: list[dict[str, Any]] = []
     failed: list[EsperError] = []
     with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
+        journal = _journal(replay) if replay else None
         for path in _files(paths):
             try:
                 with _progress(as_json) as tell:
                     made = compile_blueprint(
                         _blueprint(path), pipelines=pipelines or ("fast",), targets=targets or ("auto",),
-                        library=store, progress=lambda step, p=path, t=tell: t(f"{p}: {step}"),
+                        library=store, progress=lambda step, p=path, t=tell: t(f"{p}: {step}"), replay=journal,
                     )  # fmt: skip
             except EsperError as error:
                 failed.append(error)
@@ -105,6 +108,15 @@ def compile_(
         click.echo(json.dumps({"schema": "esper-compile/1", "artifacts": rows, "errors": errors}, indent=1))
     if failed:
         sys.exit(failed[0].exit_code or EXIT_FAILURE)
+
+
+def _journal(path: Path) -> Any:
+    """A tuning journal as data (forge.tune.journal checks what it says)."""
+    from library.canon import parse_json
+
+    if not path.is_file():
+        raise EsperError("E0512", "no such file", node=str(path), exit_code=EXIT_NOT_FOUND)
+    return parse_json(path.read_bytes())
 
 
 @contextmanager

@@ -34,10 +34,13 @@ class KernelSource:
 
 @dataclass
 class Kernels:
-    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once."""
+    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are the tiles
+    picked for them.
+    """
 
     by_key: dict[tuple[str, str], KernelSource] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    choices: Choices = field(default_factory=Choices)
 
     def add(self, plan: KernelPlan, variant: str, divisible: bool) -> str:
         key = (plan.digest, variant)
@@ -204,7 +207,9 @@ def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lo
         return _extern(low, parts, group.contraction, name)
     stored = _stored(parts, group)
     body = BodyBuilder(low.graph, group, parts.views, stored).build()
-    given = rows.RowsInput(low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored))
+    given = rows.RowsInput(
+        low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored), low.kernels.choices
+    )
     return matmul.lower(given, parts.views) if group.contraction is not None else rows.lower(given)
 
 

@@ -19,9 +19,12 @@ from forge.ctoolchain import find_compiler
 from forge.emit import c as emit_c
 from forge.emit.triton import emit_kernel
 from forge.emit.triton_scalars import preamble
+from forge.lower import Kernels
 from forge.pass_manager import run
 from forge.pipelines import pipeline
 from forge.target import resolve
+from forge.tune.journal import Choices
+from forge.tune.journal import read as read_journal
 from forge.work import Work
 from library.canon import canonical_json
 from library.store import Library
@@ -51,14 +54,19 @@ def compile_blueprint(
     targets: Sequence[str] = ("auto",),
     library: Library,
     progress: Callable[[str], None] = lambda step: None,
+    replay: object = None,
 ) -> list[CompileResult]:
-    """Every pipeline x target; nothing is written for a combination that fails, the others stand."""
+    """Every pipeline x target; nothing is written for a combination that fails, the others stand.
+
+    `replay` is a tuning journal (parsed JSON): its choices are made again instead of new ones.
+    """
     out = []
     for target_name in targets:
         target = resolve(target_name)
         for name in pipelines:
             started = time.perf_counter()
-            work = Work(blueprint, target, pipeline(name).name)
+            choices = read_journal(replay) if replay is not None else Choices()
+            work = Work(blueprint, target, pipeline(name).name, kernels=Kernels(choices=choices))
             work = run(
                 pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}")
             )
@@ -102,6 +110,7 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
     side = {
         **work.built.side_files,
         "plans.txt": _plans(work).encode(),
+        "journal.json": work.kernels.choices.to_bytes(),
         "provenance.json": canonical_json(provenance),
     }
     record = library.put_artifact(work.container, side_files=side, provenance=provenance)

@@ -33,7 +33,8 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
         Access(a.base, kinds[0], (lead, a.strides[-1])), Access(b.base, kinds[1], (b.strides[-2], b.strides[-1])),
         depth, _precision(node),
     )  # fmt: skip
-    tile = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
+    prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
+    tile = given.choose(space, accesses, prior, spec)
     tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
     if tile.split_k == 1:
         plan = _plan(given, space, accesses, given.body.stmts, tile, spec)

@@ -8,8 +8,9 @@ partial rows depends on the number of rows alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
@@ -21,8 +22,9 @@ from forge.body import Body, collapse, finish_reduction
 from forge.emit.triton import next_pow2
 from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
-from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile
+from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile, Tile
 from forge.target import Target
+from forge.tune.journal import Choices, choice_key
 from forge.views import ONE
 
 ZERO = Dim()
@@ -46,6 +48,13 @@ class RowsInput:
     sizes: dict[str, int]
     name: str
     stored: frozenset[str] = frozenset()
+    choices: Choices = field(default_factory=Choices)
+
+    def choose(self, space: tuple[Dim, ...], accesses: list[Access], prior: Tile, more: object = None) -> Any:
+        """The journal's tile for this work, else the prior."""
+        body = tuple(self.body.stmts)
+        key = choice_key(self.target.arch, space, tuple(accesses), body, more, self.sizes)
+        return self.choices.pick(key, prior)
 
 
 def lower(given: RowsInput) -> Lowered:
@@ -93,10 +102,9 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
     if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2):
         return _rows(given, space, accesses)
     block = 1024 if given.target.kind != "cpu" else 16384
-    tile = PointTile(block, 4)
-    return Lowered(
-        "pointwise", (_launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, block)),)
-    )
+    tile = given.choose(space, accesses, PointTile(block, 4))
+    step = _launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, tile.block))
+    return Lowered("pointwise", (step,))
 
 
 def _launch(
@@ -170,7 +178,7 @@ def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
 
 
 def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
-    tile = _tile(given, space)
+    tile = given.choose(space, accesses, _tile(given, space))
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
