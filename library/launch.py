@@ -407,9 +407,10 @@ def _tuple(args: tuple[Any, ...]) -> _Decode:
 
 def _decode_step(data: Any, dims: frozenset[str]) -> Any:
     kinds = {"kernel": KernelStep, "extern": ExternStep}
-    if not isinstance(data, dict) or data.get("step") not in kinds:
+    kind = kinds.get(data["step"]) if isinstance(data, dict) and isinstance(data.get("step"), str) else None
+    if kind is None:
         raise _Wrong("a step must be a kernel or an extern")
-    return _record(kinds[data["step"]])({k: v for k, v in data.items() if k != "step"}, dims)
+    return _record(kind)({k: v for k, v in data.items() if k != "step"}, dims)
 
 
 @cache
