@@ -16,6 +16,7 @@ from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
 from forge.target import Target
 from forge.templates import extern, matmul, rows
+from forge.tune.journal import Choices
 from forge.views import View, dense_strides
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
