@@ -63,11 +63,11 @@ def backward_phase(joint: Joint, saved: tuple[str, ...], wanted: Iterable[str]) 
 
 
 def with_dense_operands(graph: Graph, names: set[str]) -> Graph:
-    """The nodes `names` read dense memory: views are copied before."""
+    """The reductions in `names` read dense memory: views are copied before."""
     known = views(graph)
     nodes: list[Node] = []
     for node in graph:
-        source = known[node.tensors[0]] if node.id in names else None
+        source = known[node.tensors[0]] if node.id in names and lowering_kind(node) == "reduction" else None
         if source is not None and not is_dense(source):
             kind = graph.types[node.tensors[0]]
             copy = Node(f"{node.id}:dense", "cast", node.tensors[:1], (("dtype", kind.dtype),), (kind,))

@@ -6,6 +6,7 @@ in float32 and added in ascending order by a second kernel, which then runs the 
 
 from __future__ import annotations
 
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Node
 from esper_ir.types import Dim
 from forge.body import collapse
@@ -46,13 +47,18 @@ def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]
     """The group's space as (m, n): leading axes merge because the left operand walks them as one."""
     rank = len(given.group.space)
     space, accesses = collapse(given.group.space, given.body.accesses, rank - 1)
+    narrow = given.group.space[-1] == ONE
+    if len(space) - (0 if narrow else 1) > 1:
+        raise EsperError(
+            "E0533", "an operand of the epilogue keeps the leading axes apart", node=given.group.name,
+            hint="esper-forge explain shows the group",
+        )  # fmt: skip
     while len(space) < 2:
-        outer = given.group.space[-1] != ONE
+        outer = len(space) == 1 and not narrow
         space = (ONE, *space) if outer else (*space, ONE)
         accesses = [
             Access(x.buffer, x.dtype, (ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses
         ]
-    assert len(space) == 2, "an epilogue operand keeps the leading axes apart"
     return (space[0], space[1]), accesses
 
 
