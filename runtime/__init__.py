@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.api import cache_info as cache_info
     from runtime.api import doctor as doctor
     from runtime.api import load as load
+    from runtime.api import same_on_all_ranks as same_on_all_ranks
     from runtime.api import twin as twin
     from runtime.binding import Block as Block
     from runtime.loader import UnvalidatedWarning as UnvalidatedWarning
@@ -23,10 +24,11 @@ _HOMES = {
     "twin": "runtime.api",
     "doctor": "runtime.api",
     "cache_info": "runtime.api",
+    "same_on_all_ranks": "runtime.api",
     "Block": "runtime.binding",
     "UnvalidatedWarning": "runtime.loader",
 }
-__all__ = sorted(_HOMES)
+__all__ = ["Block", "UnvalidatedWarning", "cache_info", "doctor", "load", "same_on_all_ranks", "twin"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from esper_ir.diagnostics import EsperError
@@ -17,6 +18,7 @@ from runtime.binding import Block
 from runtime.cache import CacheInfo
 from runtime.dispatch import native_available
 from runtime.eager import module_of
+from runtime.errors import fail
 
 
 def load(
@@ -50,6 +52,7 @@ def load(
         allow_unvalidated=allow_unvalidated,
         fallback=fallback,
         dispatch=dispatch,
+        debug=debug,
     )
 
 
@@ -60,6 +63,23 @@ def twin(
     derivatives."""
     entry = loader.load_entry(name, library=library, allow_unvalidated=allow_unvalidated)
     return module_of(entry.container.manifest["blueprint"]["text"], entry.program.device)
+
+
+def same_on_all_ranks(block: Block, group: Any = None) -> str:
+    """The plan digest that all ranks of a process group share; E0840 names the ranks that differ. A
+    collective call."""
+    mine = block.plan_digest()
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in enumerate(found))
+        raise fail(
+            "E0840",
+            f"{block.artifact_id}: the plans differ between ranks ({listed})",
+            node=block.artifact_id,
+            hint="install the same library versions everywhere and load by the full artifact id",
+        )
+    return mine
 
 
 def cache_info() -> CacheInfo:

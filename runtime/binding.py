@@ -90,8 +90,10 @@ class Block(nn.Module):
         dispatch: str = "auto",
         functional: bool = False,
         device: torch.device | None = None,
+        debug: bool = False,
     ) -> None:
         super().__init__()
+        self._debug = debug
         program, manifest = handle.entry.program, handle.entry.container.manifest
         self._handle, self._fallback, self._dispatch = handle, fallback, dispatch
         self._name = handle.artifact_id
@@ -113,7 +115,7 @@ class Block(nn.Module):
         """What cannot be copied or pickled, from what can."""
         entry: Entry = self._handle.entry
         entry.pin(self)
-        self._state = State(entry.program, self._counters)
+        self._state = State(entry.program, self._counters, self._debug)
         self._index = entry.program.index
         enrol(entry.program)
 
@@ -182,7 +184,7 @@ class Block(nn.Module):
                     return functions.call(state, *tensors)
         program = state.program
         dims = program.admit(tensors, state.counters)
-        ready = program.ready("inference", dims)
+        ready = state.ready("inference", dims)
         slots = ready(tensors)
         state.counters.launches += ready.launches
         outputs = ready.layout.outputs
@@ -194,7 +196,7 @@ class Block(nn.Module):
         if index >= 0 and index != self._index:
             entry = self._handle.on(index)
             entry.pin(self)
-            self._state, self._index = State(entry.program, self._counters), index
+            self._state, self._index = State(entry.program, self._counters, self._debug), index
             enrol(entry.program)
         with torch.cuda.device(self._index):
             return self._run(self._state, tensors)
@@ -292,6 +294,7 @@ def build(
     allow_unvalidated: bool = False,
     fallback: str = "error",
     dispatch: str = "auto",
+    debug: bool = False,
 ) -> Block:
     """What `runtime.load` does; see there."""
     for value, known, what in ((fallback, FALLBACK, "fallback"), (dispatch, DISPATCH, "dispatch")):
@@ -304,5 +307,10 @@ def build(
     made = torch.device("meta") if meta else None
     kind = FunctionalBlock if functional else Block
     return kind(
-        Handle(entry, options), fallback=fallback, dispatch=dispatch, functional=functional, device=made
+        Handle(entry, options),
+        fallback=fallback,
+        dispatch=dispatch,
+        functional=functional,
+        device=made,
+        debug=debug,
     )

@@ -88,6 +88,9 @@ class Ready:
             part(stream, slots)
         return slots
 
+    def _stream(self) -> int:
+        return _raw_stream(self._index) if self._index >= 0 else 0
+
     def check(self, tensors: Sequence[Tensor]) -> None:
         """E0810, E0811, E0821 unless what the caller passes is what the plan's buffers say."""
         for slot, name, shape, dtype in self.layout.expected:

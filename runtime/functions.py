@@ -6,7 +6,7 @@ the C method, torch.func transforms were refused before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from runtime.errors import fail
 from runtime.executor import Counters, Dims, Program, Ready
+from runtime.watch import Watched
 
 Mask = tuple[bool, ...]
 
@@ -22,10 +23,11 @@ class State:
     """What one block gives to its calls: the program, its own counters, and which plan answers which
     gradients."""
 
-    __slots__ = ("program", "counters", "_wanted", "_returns", "__weakref__")
+    __slots__ = ("program", "counters", "ready", "_wanted", "_returns")
 
-    def __init__(self, program: Program, counters: Counters) -> None:
+    def __init__(self, program: Program, counters: Counters, debug: bool = False) -> None:
         self.program, self.counters = program, counters
+        self.ready = _watching(program) if debug else program.ready
         self._wanted: dict[Mask, tuple[str, ...]] = {}
         self._returns: dict[tuple[Mask, tuple[int, ...]], tuple[int, ...]] = {}
 
@@ -51,6 +53,16 @@ class State:
         return found
 
 
+def _watching(program: Program) -> Callable[..., Ready]:
+    """Like `program.ready`, but every kernel is looked at; prepared anew for each call."""
+
+    def ready(phase: str, dims: Dims, wanted: tuple[str, ...] = ()) -> Ready:
+        plan = program.plan_for(phase, dims, wanted)
+        return Watched(program, program.prepare(plan, dims, separate=True))
+
+    return ready
+
+
 class Call(torch.autograd.Function):
     """`call(state, *tensors)`: forward plan now, the smallest backward plan that suffices later."""
 
@@ -60,7 +72,7 @@ class Call(torch.autograd.Function):
         program = state.program
         slots: list[Any] = list(tensors)
         dims = program.admit(slots, state.counters)
-        ready = program.ready("forward", dims)
+        ready = state.ready("forward", dims)
         ready(slots)
         state.counters.launches += ready.launches
         ctx.save_for_backward(*[slots[i] for i in ready.layout.saved])
@@ -93,7 +105,7 @@ def differentiate(
     if not wanted or not any(c is not None for c in cotangents):
         return [None] * len(mask)
     program = state.program
-    ready = program.ready("backward", dims, wanted)
+    ready = state.ready("backward", dims, wanted)
     slots = program.backward_feeds(dims, saved, cotangents, state.counters)
     ready(slots)
     state.counters.launches += ready.launches

@@ -264,3 +264,52 @@ def test_backward_in_another_thread_and_stacked(put: Put) -> None:
     h.sum().backward()
     blocks(x).sum().backward()
     torch.testing.assert_close(x.grad, want.grad)
+
+
+def test_debug_names_the_first_kernel_that_makes_nan(put: Put) -> None:
+    bad = a.step("culprit", "poison", a.args(0, 1, 2, "rows"), "rows")
+    plan = replace(a.forward("inference"), steps=(a.FORWARD_STEP, bad, a.FORWARD_STEP))
+    name = put(LaunchManifest(a.INTERFACE, (plan, a.forward(), a.backward()), a.KERNELS))
+    block, plain = runtime.load(name, debug=True), runtime.load(name)
+    x = torch.randn(5, a.N)
+    with torch.no_grad():
+        assert torch.equal(plain(x), x * plain.w)  # the third step hides it
+        assert "culprit" in refusal("E0822", block, x).message
+        x[0, 0] = float("nan")
+        block(x)  # what came in may go out
+    x = torch.randn(5, a.N, requires_grad=True)
+    want = torch.autograd.grad(plain(x).square().sum(), x)
+    block.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(torch.autograd.grad(block(x).square().sum(), x), want)
+
+
+def test_debug_names_the_kernel_that_writes_outside(put: Put) -> None:
+    small = replace(
+        a.backward(),
+        buffers=(
+            *a.backward().buffers[:4],
+            Buffer("partial", "temp", 0, "float32", (2, a.N)),
+            a.backward().buffers[5],
+        ),
+    )
+    name = put(LaunchManifest(a.INTERFACE, (a.forward(), small), a.KERNELS))
+    block = runtime.load(name, debug=True)
+    x = torch.randn(5, a.N, requires_grad=True)
+    assert "backward wrote outside" in refusal("E0823", block(x).sum().backward).message
+
+
+def test_ranks_are_compared(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = runtime.load(put())
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+
+    def gather(other: str):
+        def fake(out: list, mine: str, group=None) -> None:
+            out[:] = [mine, other]
+
+        return fake
+
+    monkeypatch.setattr(dist, "all_gather_object", gather(block.plan_digest()))
+    assert runtime.same_on_all_ranks(block) == block.plan_digest()
+    monkeypatch.setattr(dist, "all_gather_object", gather("f" * 64))
+    assert "rank 1" in refusal("E0840", runtime.same_on_all_ranks, block).message
