@@ -1,10 +1,10 @@
 """Judges tensors of a case with the one rule of `esper_ir.oracle`.
 
-Where the exact result is what is left of a total cancellation (the gradient of a softmax for equal cotangents is zero),
-eager may hit it exactly while any other order of operations is off by roundings of the terms. So a result that the rule
-refuses is judged once more, with what one rounding of the inputs does to the float64 result in the place of eager's
-error where that is larger: a result that is exact for inputs one rounding away is as good as any (backward stability;
-Higham, Accuracy and Stability of Numerical Algorithms, 1.5).
+Where the exact result is what is left of a total cancellation (the gradient of a softmax for equal cotangents
+is zero), eager may hit it exactly while any other order of operations is off by roundings of the terms. So a
+result that the rule refuses is judged once more, with what one rounding of the inputs does to the float64
+result in the place of eager's error where that is larger: a result that is exact for inputs one rounding away
+is as good as any (backward stability; Higham, Accuracy and Stability of Numerical Algorithms, 1.5).
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def judged(subject: Subject, recipe: Recipe, row: Row, nearby: Nearby | None) ->
     for shake in range(SHAKES):
         moved = torch.nan_to_num((nearby(shake)[label] - exact).abs())
         error = torch.maximum(error, moved)
-    again = compare(subject, recipe, (label, got, exact, torch.where(torch.isfinite(exact), exact + error, exact)))
+    again = compare(
+        subject, recipe, (label, got, exact, torch.where(torch.isfinite(exact), exact + error, exact))
+    )
     return again if again.passed else found
 
 
@@ -82,7 +84,9 @@ def all_of(subject: Subject, recipe: Recipe, rows: Iterable[Row], nearby: Nearby
     for row in rows:
         found = judged(subject, recipe, row, nearby)
         if not found.passed:
-            return Failed(f"{row[0]} at {recipe}: {found.reason}", metrics=_finite({"margin": found.worst_margin}))
+            return Failed(
+                f"{row[0]} at {recipe}: {found.reason}", metrics=_finite({"margin": found.worst_margin})
+            )
         worst = max(worst, found.worst_margin)
         drift = max(drift, 0.0 if row[0].startswith("d(") else relative(row[1], row[2]))
     told = {"tolerance_used": worst, **({"drift": drift} if recipe.draw == "normal" else {})}

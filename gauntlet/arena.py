@@ -1,8 +1,8 @@
 """Memory with a fence around it: what a kernel writes beyond its buffers, or reads there, becomes visible.
 
-    zones   bytes on both sides are filled at random and compared after the launch; any device
-    pages   (CPU) the pages on both sides may not be touched at all, so that a stray access, even a read, is a signal;
-            `end` puts the buffer against the upper page, `start` against the lower one
+zones   bytes on both sides are filled at random and compared after the launch; any device
+pages   (CPU) the pages on both sides may not be touched, so that a stray access, even a read, is a signal;
+        `end` puts the buffer against the upper page, `start` against the lower one
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     u64 little-endian header length | JSON header, padded with spaces to 8 | tensor bytes
 
-The header maps each tensor to dtype, shape and byte range, and `__metadata__` (texts only, as the format asks) holds
-"recipe", "artifact", "stage" and "reason". The file name is the sha256 of the content.
+The header maps each tensor to dtype, shape and byte range, and `__metadata__` (texts only, as the format
+asks) holds "recipe", "artifact", "stage" and "reason". The file name is the sha256 of the content.
 """
 
 from __future__ import annotations
@@ -127,6 +127,9 @@ def load(folder: Path, name: str) -> Case:
     data = found[0].read_bytes()
     if found[0].parent == folder and hashlib.sha256(data).hexdigest() != found[0].name.removesuffix(SUFFIX):
         raise EsperError(
-            "E0905", f"{found[0].name} does not match its name", hint="the file was changed", exit_code=EXIT_INTEGRITY
+            "E0905",
+            f"{found[0].name} does not match its name",
+            hint="the file was changed",
+            exit_code=EXIT_INTEGRITY,
         )
     return decode(data)

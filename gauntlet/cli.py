@@ -15,11 +15,19 @@ import click
 from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EsperError
 
 SCHEMA = "esper-gauntlet/1"
-MARKS = {"VALIDATED": ("green", "VALIDATED"), "REJECTED": ("red", "REJECTED"), "PENDING_BENCHMARKING": ("yellow", "PENDING")}
+MARKS = {
+    "VALIDATED": ("green", "VALIDATED"),
+    "REJECTED": ("red", "REJECTED"),
+    "PENDING_BENCHMARKING": ("yellow", "PENDING"),
+}
 
-library_option = click.option("--library", metavar="DIR", help="Library to use (default: ESPER_LIBRARY, else the user's).")
+library_option = click.option(
+    "--library", metavar="DIR", help="Library to use (default: ESPER_LIBRARY, else the user's)."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
-device_option = click.option("--device", metavar="NAME", help="cpu or cuda:N (default: what the artifact is for).")
+device_option = click.option(
+    "--device", metavar="NAME", help="cpu or cuda:N (default: what the artifact is for)."
+)
 
 
 def _emit(document: dict[str, Any]) -> None:
@@ -50,7 +58,9 @@ def main() -> None:
 
 @main.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--pending", is_flag=True, help="Every artifact that has no verdict yet (the default without ID).")
+@click.option(
+    "--pending", is_flag=True, help="Every artifact that has no verdict yet (the default without ID)."
+)
 @click.option("--quick", is_flag=True, help="The short list of cases; the verdict counts all the same.")
 @device_option
 @library_option
@@ -63,7 +73,11 @@ def bench(
     from gauntlet.runner import Verdict, prove
     from library.store import Library
 
-    with _named(as_json), Library.open(library, create=False, roles=("validator",)) as opened, ForkServer() as server:
+    with (
+        _named(as_json),
+        Library.open(library, create=False, roles=("validator",)) as opened,
+        ForkServer() as server,
+    ):
         chosen = list(ids)
         if pending or not ids:
             chosen += [r.id for r in opened.artifacts(state="PENDING_BENCHMARKING") if r.id not in chosen]
@@ -111,7 +125,11 @@ class _Progress:
             if self.done:
                 each = (time.monotonic() - self.began) / self.done
                 left = f", about {each * (self.count - self.done):.0f} s left"
-            click.echo(f"\r\x1b[K{self.done + 1}/{self.count} {artifact_id}: {event['name']}{left}", nl=False, err=True)
+            click.echo(
+                f"\r\x1b[K{self.done + 1}/{self.count} {artifact_id}: {event['name']}{left}",
+                nl=False,
+                err=True,
+            )
 
     def _line(self, text: str) -> None:
         click.echo(("\r\x1b[K" if self.live else "") + text, err=True)
@@ -143,14 +161,22 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
         record = opened.resolve(artifact)
         verdict = opened.verdict(record.id)
         if as_json:
-            _emit({"artifact_id": record.id, "state": record.state, "verdict": verdict.to_json() if verdict else None})
+            _emit(
+                {
+                    "artifact_id": record.id,
+                    "state": record.state,
+                    "verdict": verdict.to_json() if verdict else None,
+                }
+            )
             return
         click.echo(f"{record.id}  {record.name}  {record.state}")
         if verdict is None:
             click.echo(f"no verdict yet: esper-gauntlet bench {record.id}")
             return
         for stage in verdict.report["stages"]:
-            click.echo(f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}")
+            click.echo(
+                f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}"
+            )
             for key, value in sorted(stage["metrics"].items()):
                 click.echo(f"           {key} = {value}")
             if stage["case"]:

@@ -1,8 +1,9 @@
 """Reads the parameter table that the driver will use of a kernel in a cubin, without a driver.
 
-A cubin is an ELF file of machine 190; `.nv.info.<entry>` holds attributes, of which KPARAM_INFO (0x17) gives ordinal,
-offset and size of one parameter, and CBANK_PARAM_SIZE (0x19) the bytes of all. The layout is not documented by the
-vendor; this is what `cuobjdump -elf` prints, checked on cubins of ptxas 12 and 13 for sm_80 to sm_90.
+A cubin is an ELF file of machine 190; `.nv.info.<entry>` holds attributes, of which KPARAM_INFO (0x17) gives
+ordinal, offset and size of one parameter, and CBANK_PARAM_SIZE (0x19) the bytes of all. The layout is not
+documented by the vendor; this is what `cuobjdump -elf` prints, checked on cubins of ptxas 12 and 13 for sm_80
+to sm_90.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Cubin:
-    """`arch`: compute capability as a number (90 for sm_90). `kernels`: parameters by entry name, in order. `state`: bytes of
-    global variables that outlive a launch.
+    """`arch`: compute capability as a number (90 for sm_90). `kernels`: parameters by entry name, in order.
+    `state`: bytes of global variables that outlive a launch.
     """
 
     arch: int
@@ -45,7 +46,11 @@ def read(data: bytes) -> Cubin:
         raise Malformed("not a cubin")
     sections = _sections(data)
     texts = {name.removeprefix(".text.") for name in sections if name.startswith(".text.")}
-    infos = {name.removeprefix(".nv.info."): body for name, body in sections.items() if name.startswith(".nv.info.")}
+    infos = {
+        name.removeprefix(".nv.info."): body
+        for name, body in sections.items()
+        if name.startswith(".nv.info.")
+    }
     kernels = {name: _parameters(infos[name]) for name in sorted(texts & infos.keys())}
     return Cubin(flags & 0xFF, kernels, _state(data))
 

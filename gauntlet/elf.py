@@ -1,7 +1,8 @@
 """Reads what the dynamic loader would read of a 64-bit little-endian shared object, without loading it.
 
-Only the program headers and the dynamic table count, because those are what ld.so obeys; section headers may lie.
-Layouts: System V ABI, "Object Files" and "Dynamic Linking"; GNU hash table as in glibc's elf/dl-lookup.c.
+Only the program headers and the dynamic table count, because those are what ld.so obeys; section headers may
+lie. Layouts: System V ABI, "Object Files" and "Dynamic Linking"; GNU hash table as in glibc's
+elf/dl-lookup.c.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class SharedObject:
-    """`imports`: strong undefined symbols; `weak`: weak ones; `exports`: defined, with their dynamic symbol type
-    (2 is a function). `constructors`: whether loading runs code. `search`: whether it names its own library paths.
-    `state`: bytes of writable memory beyond what the loader itself fills in (addresses of imports).
+    """`imports`: strong undefined symbols; `weak`: weak ones; `exports`: defined, with their dynamic symbol
+    type (2 is a function). `constructors`: whether loading runs code. `search`: whether it names its own
+    library paths. `state`: bytes of writable memory beyond what the loader itself fills in (addresses of
+    imports).
     """
 
     machine: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+
 import torch
 from torch import Tensor
 
@@ -17,8 +18,8 @@ COTANGENT = "cotangent:"
 LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "strided", "alternating", "large")
 OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers")
-"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare exp;
-magnitudes near the smallest that round to nothing when squared; whole numbers."""
+"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare
+exp; magnitudes near the smallest that round to nothing when squared; whole numbers."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted")
 
 
@@ -63,7 +64,8 @@ def _seed(recipe: Recipe, name: str) -> int:
 
 
 def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
-    """A tensor per leaf, laid out as the recipe says; drawn on the CPU, so that every device gets the same."""
+    """A tensor per leaf, laid out as the recipe says; drawn on the CPU, so that every device gets the
+    same."""
     if subject.stored and not recipe.repeat > 1:
         found = {name: subject.stored[name] for name, _, _ in subject.leaves}
         return {n: _laid_out(recipe, t) for n, t in found.items()}
@@ -82,7 +84,8 @@ def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def parameter_scale(kind: TensorType) -> float:
-    """Matrices are drawn with variance 1 over their rows, as initialisers do, so that sums of products stay near 1."""
+    """Matrices are drawn with variance 1 over their rows, as initialisers do, so that sums of products stay
+    near 1."""
     rows = kind.shape[0].static if kind.rank >= 2 else None
     return 1.0 / (rows**0.5) if rows else 1.0
 
@@ -171,4 +174,3 @@ def direction(recipe: Recipe, name: str, value: Tensor) -> Tensor:
     """A random direction in float64, of the size of normal values."""
     generator = torch.Generator().manual_seed(_seed(recipe, f"direction:{name}"))
     return torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64).to(value.device)
-

@@ -1,8 +1,9 @@
 """One fresh process per candidate, and what its end means.
 
-The supervisor (this side) imports no torch and opens no CUDA context. It starts `gauntlet.server` once and asks it for
-a worker per candidate. A worker reports events, one JSON object a line; around every launch of candidate code it says
-`launch` with a time limit, then `landed`, so that a death or a stall is put down to the right code.
+The supervisor (this side) imports no torch and opens no CUDA context. It starts `gauntlet.server` once and
+asks it for a worker per candidate. A worker reports events, one JSON object a line; around every launch of
+candidate code it says `launch` with a time limit, then `landed`, so that a death or a stall is put down to
+the right code.
 
     finished        the worker said `done`
     crash           a signal, or an exit, while or after candidate code ran
@@ -38,7 +39,8 @@ OUTPUT_TAIL = 8192
 START_SECONDS = 120.0
 _POLL = 0.05
 _STARVED = 20.0
-"""A launch that got less than half of a processor is given this many times its limit before it is judged at all."""
+"""A launch that got less than half of a processor is given this many times its limit before it is judged at
+all."""
 Event = Mapping[str, Any]
 
 
@@ -52,7 +54,8 @@ class Limits:
     address_space: bool = True
 
     def request(self) -> dict[str, int]:
-        # The address space is a second fence behind the watch on resident memory; CUDA reserves far more than it uses.
+        # The address space is a second fence behind the watch on resident memory; CUDA reserves far more than
+        # it uses.
         return {
             "output_bytes": self.output_bytes,
             "address_bytes": 2 * self.memory_bytes if self.address_space else 0,
@@ -61,7 +64,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a worker ended. `detail` is a phrase for the reason of a verdict, `spill` what it saved of a failing case."""
+    """How a worker ended. `detail` is a phrase for the reason of a verdict, `spill` what it saved of a
+    failing case."""
 
     kind: str
     detail: str
@@ -91,7 +95,9 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -105,7 +111,9 @@ class ForkServer:
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "gauntlet.server", str(theirs.fileno()), ",".join(self._packages)]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL
+        )
         theirs.close()
         self._channel = ours
         ours.settimeout(START_SECONDS)
@@ -162,7 +170,8 @@ class ForkServer:
 
 
 def _environment() -> dict[str, str]:
-    """What a worker may see: no library, no keys, nothing of the user's but what finds Python and the card."""
+    """What a worker may see: no library, no keys, nothing of the user's but what finds Python and the
+    card."""
     kept = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
     prefixes = ("PYTHON", "CUDA_", "NVIDIA_")
     found = {k: v for k, v in os.environ.items() if k in kept or k.startswith(prefixes)}
@@ -278,8 +287,8 @@ class _Watch:
 
     def _kill(self, kind: str, detail: str) -> None:
         self.verdict = self.verdict or (kind, detail)
-        # The worker leads its own session: whatever it started goes with it. It cannot be reaped yet by its nanny's
-        # exit message, which we have not seen, so that the number is still its own.
+        # The worker leads its own session: whatever it started goes with it. It cannot be reaped yet by its
+        # nanny's exit message, which we have not seen, so that the number is still its own.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, signal.SIGKILL)

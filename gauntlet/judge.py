@@ -1,4 +1,5 @@
-"""What a worker does: take the artifact's bytes, run the stages in order up to the first that fails, report."""
+"""What a worker does: take the artifact's bytes, run the stages in order up to the first that fails,
+report."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.discover import collect
 from gauntlet import cases, inputs, stages
 from gauntlet.jobs import decode_job
-from gauntlet.stage import Context, Emit, Failed, Outcome, Passed, Recipe, Skipped, Stage
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Stage
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from runtime import confined
@@ -46,12 +47,16 @@ def run(arguments: int, result: int, spill: int) -> None:
     os.close(arguments)
     subject = Subject(unpack(container), torch.device(job["device"]))
     if case:
-        subject.stored = {n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()}
+        subject.stored = {
+            n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()
+        }
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
     if subject.device.type == "cpu":
-        torch.set_num_threads(1)  # the determinism stage tries others; waking idle threads costs more than it saves
+        torch.set_num_threads(
+            1
+        )  # the determinism stage tries others; waking idle threads costs more than it saves
     try:
         for stage in all_stages():
             if (job.get("stages") and stage.name not in job["stages"]) or (job["quick"] and not stage.quick):
@@ -66,7 +71,8 @@ def run(arguments: int, result: int, spill: int) -> None:
 
 
 def confine(device: torch.device) -> str:
-    """Give up files, network and tracing before any candidate code is near; the level that this kernel allows."""
+    """Give up files, network and tracing before any candidate code is near; the level that this kernel
+    allows."""
     readable = [*confined.SYSTEM, sys.prefix, sys.base_prefix, str(ROOT), *filter(None, sys.path)]
     if not confined.landlock(readable, [], device.type == "cuda"):
         return "limits"
@@ -120,7 +126,9 @@ def _spill(stage: Stage, context: Context, failed: Failed, spill: int) -> None:
         traceback.print_exc()
         return
     subject = context.subject
-    data = cases.encode(cases.Case(subject.artifact_id, stage.name, failed.reason, failed.case.to_json(), tensors))
+    data = cases.encode(
+        cases.Case(subject.artifact_id, stage.name, failed.reason, failed.case.to_json(), tensors)
+    )
     os.ftruncate(spill, 0)
     os.pwrite(spill, data, 0)
 
@@ -135,7 +143,9 @@ def materialise(arguments: int, result: int, spill: int) -> None:
     subject = Subject(unpack(container), torch.device("cpu"))
     recipe = Recipe.of(job["recipe"])
     tensors = inputs.stored_form(subject, recipe)
-    data = cases.encode(cases.Case(subject.artifact_id, recipe.stage, job["reason"], recipe.to_json(), tensors))
+    data = cases.encode(
+        cases.Case(subject.artifact_id, recipe.stage, job["reason"], recipe.to_json(), tensors)
+    )
     os.pwrite(spill, data, 0)
     emit({"event": "done"})
 
@@ -144,14 +154,22 @@ def probe(arguments: int, result: int, spill: int) -> None:
     """Does the device still compute? A fresh context, a small sum, its answer."""
     device = torch.device(json.loads(_read(arguments))["device"])
     total = int(torch.arange(1 << 16, device=device).sum())
-    os.write(result, json.dumps({"event": "probe", "good": total == (1 << 16) * ((1 << 16) - 1) // 2}).encode() + b"\n")
+    os.write(
+        result,
+        json.dumps({"event": "probe", "good": total == (1 << 16) * ((1 << 16) - 1) // 2}).encode() + b"\n",
+    )
     os.write(result, b'{"event": "done"}\n')
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
     """What ran it."""
     if device.type == "cpu":
-        return {"device": "cpu", "card": _processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        return {
+            "device": "cpu",
+            "card": _processor(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": str(device),
@@ -165,6 +183,8 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu")
+            return next(
+                (line.partition(":")[2].strip() for line in file if line.startswith("model name")), "cpu"
+            )
     except OSError:
         return "cpu"

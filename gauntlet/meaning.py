@@ -1,4 +1,5 @@
-"""What the blueprint means, in float64 and as eager torch computes it: the two measures of every comparison."""
+"""What the blueprint means, in float64 and as eager torch computes it: the two measures of every
+comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def gradients(
     if not pairs:
         return {name: torch.zeros_like(leaves[name]) for name in names}
     grads = torch.autograd.grad(
-        [r for r, _ in pairs], [leaves[n] for n in names], [c.to(r.dtype) for r, c in pairs], allow_unused=True
+        [r for r, _ in pairs],
+        [leaves[n] for n in names],
+        [c.to(r.dtype) for r, c in pairs],
+        allow_unused=True,
     )
     return {
         name: torch.zeros_like(leaves[name]) if grad is None else grad
@@ -56,7 +60,9 @@ def directional(
     """(f(v + step*d) - f(v - step*d)) / (2*step) in float64: the derivative without any gradient rule."""
     wide = {n: t.to(torch.float64) if t.is_floating_point() else t for n, t in values.items()}
     moved = [
-        outputs(subject, {n: t + sign * step * along[n] if n in along else t for n, t in wide.items()}, "float64")
+        outputs(
+            subject, {n: t + sign * step * along[n] if n in along else t for n, t in wide.items()}, "float64"
+        )
         for sign in (1, -1)
     ]
     return [(up - down) / (2 * step) for up, down in zip(*moved, strict=True)]

@@ -1,7 +1,7 @@
 """A device that does not come back is put aside, and no artifact is blamed for it.
 
-One small file per device in the library, `devices/NAME.json`, says since when and why; while it is there, nothing is
-proven on that device, unless a fresh process can compute on it again.
+One small file per device in the library, `devices/NAME.json`, says since when and why; while it is there,
+nothing is proven on that device, unless a fresh process can compute on it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def place(home: Path, device: str) -> Path:
 
 
 def alive(device: str, server: ForkServer) -> str:
-    """Empty when a fresh process computes on the device; else what happened, after a bounded number of tries."""
+    """Empty when a fresh process computes on the device; else what happened, after a bounded number of
+    tries."""
     what = ""
     for _ in range(TRIES):
         limits = Limits(seconds=PROBE_SECONDS, address_space=False)
@@ -64,6 +65,6 @@ def _aside(device: str, what: str) -> EsperError:
         "E0906",
         f"{device} does not answer and is put aside: {what}",
         node=device,
-        hint="reset the device, then run the gauntlet again: it is taken back when it answers; nothing was recorded",
+        hint="reset the device and try again: it is taken back when it answers; nothing was recorded",
         exit_code=EXIT_BACKEND,
     )

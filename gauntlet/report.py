@@ -1,7 +1,7 @@
 """What is written down about an artifact: frozen records with units in their names, and their JSON.
 
-`UrabraskValidationReport` and `WEP` (weighted evaluation profile) are the names of the design documents' contracts.
-A number that was not measured is the text "unmeasured", never zero.
+`UrabraskValidationReport` and `WEP` (weighted evaluation profile) are the names of the design documents'
+contracts. A number that was not measured is the text "unmeasured", never zero.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class StageReport:
 class WEP:
     """Forward plus backward at the largest measured sizes, unless the name says otherwise.
 
-    Milliseconds, bytes, megabytes (1e6 bytes), watts, joules, microseconds as named. `latency_interval_ms`: the 95 %
-    order-statistic interval of the median. `precision_drift_vs_fp64`: worst error over bound is `tolerance_used`
-    (1.0 is the bound); drift is the root mean square error over the root mean square of the fp64 result.
+    Milliseconds, bytes, megabytes (1e6 bytes), watts, joules, microseconds as named. `latency_interval_ms`:
+    the 95 % order-statistic interval of the median. `precision_drift_vs_fp64`: worst error over bound is
+    `tolerance_used` (1.0 is the bound); drift is the root mean square error over the root mean square of the
+    fp64 result.
     """
 
     latency_ms_mean: Number = UNMEASURED
@@ -73,15 +74,17 @@ class WEP:
         unknown = sorted(set(values) - known)
         if unknown:
             raise ValueError(f"not in the evaluation profile: {unknown}")
-        return WEP(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        typed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return WEP(**typed)
 
 
 @dataclass(frozen=True)
 class UrabraskValidationReport:
     """The signed content of a verdict. `report_timestamp`: seconds since 1970, UTC.
 
-    `benchmark_results`: stage metrics by stage; `baseline_comparison`: percent gained against eager (positive is
-    faster) by phase; `risk_score`, `conf_level`, `urabrask_interest` belong to annotations made later. `policy` names the rules; revoking one revokes its verdicts.
+    `benchmark_results`: stage metrics by stage; `baseline_comparison`: percent gained against eager (positive
+    is faster) by phase; `risk_score`, `conf_level`, `urabrask_interest` belong to annotations made later.
+    `policy` names the rules; revoking one revokes its verdicts.
     """
 
     artifact_id: str
@@ -110,4 +113,6 @@ class UrabraskValidationReport:
         """The record back from its JSON."""
         stages = tuple(StageReport(**s) for s in data["stages"])
         tags = tuple(data["generated_tags"])
-        return UrabraskValidationReport(**{**data, "stages": stages, "wep": WEP.of(data["wep"]), "generated_tags": tags})
+        return UrabraskValidationReport(
+            **{**data, "stages": stages, "wep": WEP.of(data["wep"]), "generated_tags": tags}
+        )

@@ -1,7 +1,8 @@
 """Proves one artifact: workers judge, the supervisor (here) alone signs.
 
-The supervisor opens the library with the validator key, hands the verified bytes to a worker that sees neither library
-nor keys, puts down what came back, stores a failing case and records the verdict. It imports no torch.
+The supervisor opens the library with the validator key, hands the verified bytes to a worker that sees
+neither library nor keys, puts down what came back, stores a failing case and records the verdict. It imports
+no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 from gauntlet import cases, quarantine
-from gauntlet.isolate import CRASH, ENDLESS, FINISHED, ILLEGAL, MACHINE, MEMORY, Ending, Event, ForkServer, Limits
+from gauntlet.isolate import (
+    CRASH,
+    ENDLESS,
+    FINISHED,
+    ILLEGAL,
+    MACHINE,
+    MEMORY,
+    Ending,
+    Event,
+    ForkServer,
+    Limits,
+)
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, WEP, StageReport, UrabraskValidationReport
 from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
@@ -31,7 +43,8 @@ Progress = Callable[[str, Event], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """`passed` None: the machine failed, nothing was recorded and the artifact is still pending. `case`: digest."""
+    """`passed` None: the machine failed, nothing was recorded and the artifact is still pending. `case`:
+    digest."""
 
     artifact_id: str
     passed: bool | None
@@ -60,7 +73,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the workers found about some bytes, before anything is signed. `spill`: the failing case, encoded."""
+    """What the workers found about some bytes, before anything is signed. `spill`: the failing case,
+    encoded."""
 
     passed: bool | None
     reason: str
@@ -81,8 +95,9 @@ def prove(
 ) -> Verdict:
     """Run every stage on one artifact and record the signed verdict. An artifact that has a verdict keeps it.
 
-    `library`: an open one (with the validator's role), a path, or the default place. `device`: "cpu", "cuda:0"; by
-    default what the artifact is for. E07xx from the library; E0902, E0903 when the machine is not fit to judge.
+    `library`: an open one (with the validator's role), a path, or the default place. `device`: "cpu",
+    "cuda:0"; by default what the artifact is for. E07xx from the library; E0902, E0903 when the machine is
+    not fit to judge.
     """
     if not isinstance(library, Library):
         with Library.open(library, create=False, roles=("validator",)) as opened:
@@ -101,7 +116,9 @@ def prove(
     loaded = library.load(record.id, allow_unvalidated=True)
     chosen = device or default_device(record.kind)
     quarantine.admit(library.home, chosen, server)
-    found = judge(loaded.container.data, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+    found = judge(
+        loaded.container.data, chosen, server, quick=quick, progress=progress, artifact_id=record.id
+    )
     if found.passed is None and chosen != "cpu":
         quarantine.probe(library.home, chosen, server)
     if found.passed is None:
@@ -119,7 +136,9 @@ def prove(
 def _known(artifact_id: str, passed: bool, reason: str, report: Mapping[str, Any]) -> Verdict:
     stages = tuple(StageReport(**s) for s in report.get("stages", ()))
     case = next((s.case for s in stages if s.case), "")
-    return Verdict(artifact_id, passed, reason, stages, float(report.get("seconds", 0.0)), case, recorded=False)
+    return Verdict(
+        artifact_id, passed, reason, stages, float(report.get("seconds", 0.0)), case, recorded=False
+    )
 
 
 def default_device(kind: str) -> str:
@@ -149,10 +168,11 @@ def judge(
     progress: Progress | None = None,
     artifact_id: str = "",
 ) -> Judgement:
-    """Judge bytes that were verified; nothing is stored or signed. `recipe`: replay this one case of one stage.
+    """Judge bytes that were verified; nothing is stored or signed. `recipe`: replay this one case of one
+    stage.
 
-    An end that could be the machine's doing (time, memory, a lost worker) is tried once more in a fresh worker before
-    it counts.
+    An end that could be the machine's doing (time, memory, a lost worker) is tried once more in a fresh
+    worker before it counts.
     """
     began = time.monotonic()
     job = {"device": device, "quick": quick, "seed": seed, "stages": stages, "recipe": recipe}
@@ -166,7 +186,12 @@ def judge(
     if ending.kind in (ENDLESS, MEMORY, MACHINE):
         ending = server.run("gauntlet.judge:run", encode_job(job, container, case), limits, tell)
     found = _judgement(ending, time.monotonic() - began)
-    if found.passed is False and not found.spill and (last := ending.last("case")) and ending.kind != FINISHED:
+    if (
+        found.passed is False
+        and not found.spill
+        and (last := ending.last("case"))
+        and ending.kind != FINISHED
+    ):
         remake = {**job, "recipe": last["recipe"], "reason": found.reason}
         made = server.run("gauntlet.judge:materialise", encode_job(remake, container), Limits())
         found = replace(found, spill=made.spill)
@@ -183,7 +208,9 @@ def _judgement(ending: Ending, seconds: float) -> Judgement:
     running = (ending.last("stage") or {"name": "loads"})["name"]
     if ending.kind not in BLAMED or _judge_broke(ending):
         tail = ending.output.strip().splitlines()[-1:] or [""]
-        return Judgement(None, f"{running}: {ending.detail} {tail[0]}".strip(), tuple(stages), context, seconds)
+        return Judgement(
+            None, f"{running}: {ending.detail} {tail[0]}".strip(), tuple(stages), context, seconds
+        )
     reason = f"{ending.kind}: {ending.detail}"
     stages.append(StageReport(running, "failed", ending.seconds, reason))
     return Judgement(False, f"{running}: {reason}", tuple(stages), context, seconds)

@@ -1,13 +1,15 @@
-"""The fork server: a process that has imported torch and waits, so that a worker costs a fork and not an import.
+"""The fork server: a process that has imported torch and waits, so that a worker costs a fork and not an
+import.
 
     python -m gauntlet.server FD PACKAGES
 
 FD is a UNIX sequenced-packet socket to the supervisor; only functions of PACKAGES (comma-separated) are run.
 
 A request is one packet: JSON {"target", "limits"} with five descriptors (arguments, result pipe, output file,
-spill file, status pipe). For each the server forks a nanny, the nanny forks the worker, waits for it, and writes its exit status to the
-status pipe: so the supervisor learns how a worker ended even though it is not its parent. The server creates no CUDA
-context and no thread, because neither survives a fork. When its supervisor is gone, all of them end.
+spill file, status pipe). For each the server forks a nanny, the nanny forks the worker, waits for it, and
+writes its exit status to the status pipe: so the supervisor learns how a worker ended even though it is not
+its parent. The server creates no CUDA context and no thread, because neither survives a fork. When its
+supervisor is gone, all of them end.
 """
 
 from __future__ import annotations
@@ -115,7 +117,9 @@ def _work(
         _limit(request["limits"])
         _target(request["target"])(arguments, result, spill)
         code = 0
-    except BaseException as error:  # the last handler of the process: whatever it is, it is told and ends here
+    except (
+        BaseException
+    ) as error:  # the last handler of the process: whatever it is, it is told and ends here
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
         sys.stdout.flush()
@@ -123,7 +127,8 @@ def _work(
 
 
 def _limit(limits: Mapping[str, int]) -> None:
-    """`output_bytes` per file (flooding fails instead of filling a disk), `address_bytes` beyond what is mapped now."""
+    """`output_bytes` per file (flooding fails instead of filling a disk), `address_bytes` beyond what is
+    mapped now."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size = limits["output_bytes"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

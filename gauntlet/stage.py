@@ -1,7 +1,8 @@
 """What a stage is: a name, its place in the order, the cases it draws and the check of one case.
 
-A stage is one file in `stages/` with a constant STAGE. The worker runs `run`; `gauntlet replay` runs `check` on one
-stored case. A failing candidate is a value here (`Failed`); an exception means that the judge itself broke.
+A stage is one file in `stages/` with a constant STAGE. The worker runs `run`; `gauntlet replay` runs `check`
+on one stored case. A failing candidate is a value here (`Failed`); an exception means that the judge itself
+broke.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LAUNCH_SECONDS = 2.5
 class Recipe:
     """Everything that makes one case again.
 
-    `draw`: which values (a name of `esper_ir.oracle`'s battery, or of `gauntlet.draws`); `layout`: how they lie in
-    memory; `cotangent`: which values flow back (empty: forward only); `wanted`: gradients asked for;
+    `draw`: which values (a name of `esper_ir.oracle`'s battery, or of `gauntlet.draws`); `layout`: how they
+    lie in memory; `cotangent`: which values flow back (empty: forward only); `wanted`: gradients asked for;
     `threads`: of the CPU, 0 as they are; `repeat`: calls in a row.
     """
 
@@ -47,8 +48,14 @@ class Recipe:
     def __str__(self) -> str:
         sizes = " ".join(f"{k}={v}" for k, v in self.dims.items())
         parts = [sizes, self.draw, "" if self.layout == "dense" else self.layout]
-        parts += [f"cotangent {self.cotangent}" if self.cotangent else "", f"d({','.join(self.wanted)})" if self.wanted else ""]
-        parts += [f"{self.threads} threads" if self.threads else "", f"{self.repeat} calls" if self.repeat > 1 else ""]
+        parts += [
+            f"cotangent {self.cotangent}" if self.cotangent else "",
+            f"d({','.join(self.wanted)})" if self.wanted else "",
+        ]
+        parts += [
+            f"{self.threads} threads" if self.threads else "",
+            f"{self.repeat} calls" if self.repeat > 1 else "",
+        ]
         return ", ".join(p for p in parts if p)
 
 
@@ -61,7 +68,8 @@ class Passed:
 
 @dataclass(frozen=True)
 class Failed:
-    """`reason`: one sentence with numbers. `case`: the smallest recipe found that fails (None: no input is needed)."""
+    """`reason`: one sentence with numbers. `case`: the smallest recipe found that fails (None: no input is
+    needed)."""
 
     reason: str
     case: Recipe | None = None
@@ -158,7 +166,8 @@ class Sweep:
         return outcome
 
     def _smaller(self, context: Context, recipe: Recipe, found: Failed) -> Failed:
-        """The same failure at the smallest sizes that still show it: one pass over the dims, a few tries each."""
+        """The same failure at the smallest sizes that still show it: one pass over the dims, a few tries
+        each."""
         if not self.shrink:
             return found
         for name in recipe.dims:

@@ -1,4 +1,5 @@
-"""The artifact under test as the stages see it: what it claims, what its blueprint means, and how to run it."""
+"""The artifact under test as the stages see it: what it claims, what its blueprint means, and how to run
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SWEPT = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Largest tensor of the many cases."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
 BASE, BASE_ELEMENTS = 48, 1 << 14
-"""A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are wide."""
+"""A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are
+wide."""
 
 
 class Subject:
@@ -42,7 +44,8 @@ class Subject:
         self._lengths: dict[tuple[Any, ...], int] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
 
-    # -- claims --------------------------------------------------------------------------------------------------
+    # -- claims
+    # --------------------------------------------------------------------------------------------------
 
     @cached_property
     def launch(self) -> LaunchManifest:
@@ -51,12 +54,15 @@ class Subject:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """Parsed, the leaves in the order of the launch interface: canonical JSON sorts the names that the text form
-        keeps in order. That the order is the right one is proven by the blueprint's id, which covers it.
+        """Parsed, the leaves in the order of the launch interface: canonical JSON sorts the names that the
+        text form keeps in order. That the order is the right one is proven by the blueprint's id, which
+        covers it.
         """
         parsed = text.parse(json.dumps(self.manifest["blueprint"]["text"]))
         place = {spec.name: at for at, spec in enumerate(self.launch.interface.inputs)}
-        return replace(parsed, leaves=tuple(sorted(parsed.leaves, key=lambda v: place.get(v.name, len(place)))))
+        return replace(
+            parsed, leaves=tuple(sorted(parsed.leaves, key=lambda v: place.get(v.name, len(place))))
+        )
 
     @cached_property
     def graph(self) -> Graph:
@@ -90,7 +96,8 @@ class Subject:
         return self.manifest["determinism"] == "deterministic"
 
     def accumulation(self, dims: Mapping[str, int], gradient: bool) -> int:
-        """Roundings on the longest way to an output, or to a gradient (`esper_ir.oracle.accumulation_length`)."""
+        """Roundings on the longest way to an output, or to a gradient
+        (`esper_ir.oracle.accumulation_length`)."""
         key = (gradient, *sorted(dims.items()))
         if key not in self._lengths:
             graph = self.joint if gradient else self.graph
@@ -102,7 +109,8 @@ class Subject:
         """Forward and backward in one graph."""
         return grad.joint(self.graph, self.differentiable).graph
 
-    # -- sizes ---------------------------------------------------------------------------------------------------
+    # -- sizes
+    # ---------------------------------------------------------------------------------------------------
 
     def admits(self, dims: Mapping[str, int], elements: int = 0) -> bool:
         """Inside the declared range, and small enough for a reference here."""
@@ -117,7 +125,8 @@ class Subject:
         return max(prod(evaluate(n, dims) for n in shape) for shape in shapes)
 
     def sizes(self, name: str) -> list[int]:
-        """Sizes of one dim worth trying: small ones, primes, the edges of tiles, buckets, guards and of the range."""
+        """Sizes of one dim worth trying: small ones, primes, the edges of tiles, buckets, guards and of the
+        range."""
         dim = next(d for d in self.launch.interface.dims if d.name == name)
         marks = {*SIZES, dim.min, dim.max, *dim.tune}
         for constant in self._constants(name):
@@ -139,13 +148,21 @@ class Subject:
                 sizes = [*step.grid, *(a.value for a in step.args if a.kind == "size")]
                 sizes += [s for v in step.variants for s, _ in (*v.guard.divisible, *v.guard.at_most)]
                 found |= {n for s in sizes for n in _beside(s, name)}
-                found |= {n for v in step.variants for s, n in (*v.guard.divisible, *v.guard.at_most) if name in _names(s)}
+                found |= {
+                    n
+                    for v in step.variants
+                    for s, n in (*v.guard.divisible, *v.guard.at_most)
+                    if name in _names(s)
+                }
         return {n for n in found if 1 < n < 1 << 20}
 
     def base_dims(self) -> dict[str, int]:
         """The sizes that most cases use."""
         size = BASE
-        while size > 3 and self.elements({d.name: _nearest(d, size) for d in self.launch.interface.dims}) > BASE_ELEMENTS:
+        while (
+            size > 3
+            and self.elements({d.name: _nearest(d, size) for d in self.launch.interface.dims}) > BASE_ELEMENTS
+        ):
             size -= 5
         return {d.name: _nearest(d, size) for d in self.launch.interface.dims}
 
@@ -160,7 +177,10 @@ class Subject:
         """The largest admitted sizes, all dims grown together."""
         dims = {d.name: _nearest(d, d.max) for d in self.launch.interface.dims}
         while not self.admits(dims, elements):
-            shrunk = {d.name: max(_nearest(d, d.min), _nearest(d, dims[d.name] * 3 // 4)) for d in self.launch.interface.dims}
+            shrunk = {
+                d.name: max(_nearest(d, d.min), _nearest(d, dims[d.name] * 3 // 4))
+                for d in self.launch.interface.dims
+            }
             if shrunk == dims:
                 break
             dims = shrunk
@@ -170,7 +190,8 @@ class Subject:
         """A few smaller sizes, smallest first, to shrink a failing case with."""
         return [s for s in self.sizes(name) if s < size][:6]
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running
+    # -------------------------------------------------------------------------------------------------
 
     @cached_property
     def program(self) -> Program:
@@ -204,7 +225,11 @@ class Subject:
         return self.program.run(self.program.plan_for(phase, dims), tensors)
 
     def backward(
-        self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None], dims: Mapping[str, int], wanted: Iterable[str]
+        self,
+        saved: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        dims: Mapping[str, int],
+        wanted: Iterable[str],
     ) -> dict[str, Tensor]:
         """Gradients by name: those wanted, of the plan that the runtime would choose."""
         names, values = tuple(wanted), self.dims_tuple(dims)

@@ -1,8 +1,8 @@
 """Every gradient against float64 autograd of the reference, through the same path that training takes.
 
-    gradients asked for     all, each alone, all but one
-    cotangents              random, all ones and rows of ones with stride 0, one-hot, zeros, transposed, absent
-    directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule involved
+gradients asked for     all, each alone, all but one
+cotangents              random, all ones and rows of ones with stride 0, one-hot, zeros, transposed, absent
+directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         flows = {str(i): c for i, c in enumerate(flowing) if c is not None}
         moved = accuracy.shaken(flows, shake)
         moved_flows = [moved.get(str(i)) for i in range(len(flowing))]
-        found = meaning.gradients(subject, accuracy.shaken(values, shake), moved_flows, recipe.wanted, "float64")
+        found = meaning.gradients(
+            subject, accuracy.shaken(values, shake), moved_flows, recipe.wanted, "float64"
+        )
         return {f"d({name})": grad for name, grad in found.items()}
 
     return accuracy.all_of(subject, recipe, rows, nearby)
@@ -92,7 +94,9 @@ def _directional(context: Context, recipe: Recipe) -> Outcome:
     unit = max(float(torch.finfo(g.dtype).eps) for g in eager.values())
     allowed = SLACK * abs(theirs - wanted) + unit * scale + 1e-6 * scale
     if not abs(got - wanted) <= allowed:
-        return Failed(f"along a direction the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})")
+        return Failed(
+            f"along a direction the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})"
+        )
     return Passed()
 
 

@@ -1,4 +1,5 @@
-"""Nothing is run: does what the artifact says about itself agree with its blueprint and with its machine code?
+"""Nothing is run: does what the artifact says about itself agree with its blueprint and with its machine
+code?
 
 Signatures and digests were verified by the library before the bytes came here.
 """
@@ -21,13 +22,22 @@ from runtime import externs
 
 FUNCTION = 2
 WIDTH = {"ptr": 8, "i64": 8, "i32": 4}
-LIBRARIES = ("libm.so.6", "libgomp.so.1", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libmvec.so.1")
+LIBRARIES = (
+    "libm.so.6",
+    "libgomp.so.1",
+    "libc.so.6",
+    "ld-linux-x86-64.so.2",
+    "ld-linux-aarch64.so.1",
+    "libmvec.so.1",
+)
 MEMORY = frozenset({"memcpy", "memset", "memmove", "malloc", "free", "aligned_alloc", "__stack_chk_fail"})
-WEAK = frozenset({"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__", "__cxa_finalize"})
+WEAK = frozenset(
+    {"_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable", "__gmon_start__", "__cxa_finalize"}
+)
 MATH = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp2 expm1 fabs floor fma fmax fmin"
-    " fmod hypot ldexp lgamma log log10 log1p log2 nearbyint pow remainder rint round roundeven sin sincos sinh sqrt tan"
-    " tanh tgamma trunc".split()
+    "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp2 expm1 fabs floor"
+    " fma fmax fmin fmod hypot ldexp lgamma log log10 log1p log2 nearbyint pow remainder rint round"
+    " roundeven sin sincos sinh sqrt tan tanh tgamma trunc".split()
 )
 OPENMP = ("GOMP_", "omp_get_", "__kmpc_", "_ZGV")
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -64,10 +74,18 @@ def _findings(subject: Subject) -> Iterator[str]:
     yield from _blueprint(subject)
     yield from _kernels(subject)
     for at, plan in enumerate(subject.launch.plans):
-        for wrong in (*_results(subject, plan), *_feeds(subject, plan), *_corners(subject, plan), *_externs(plan)):
+        for wrong in (
+            *_results(subject, plan),
+            *_arguments(subject, plan),
+            *_feeds(subject, plan),
+            *_corners(subject, plan),
+            *_externs(plan),
+        ):
             yield f"plan {at} ({plan.phase}): {wrong}"
     phases = {plan.phase for plan in subject.launch.plans}
-    wanted = {"inference", "forward", "backward"} if subject.launch.interface.differentiable else {"inference"}
+    wanted = (
+        {"inference", "forward", "backward"} if subject.launch.interface.differentiable else {"inference"}
+    )
     if missing := sorted(wanted - phases):
         yield f"no {' and no '.join(missing)} plan"
 
@@ -75,9 +93,12 @@ def _findings(subject: Subject) -> Iterator[str]:
 def _blueprint(subject: Subject) -> Iterator[str]:
     declared = subject.manifest["blueprint"]["id"]
     if subject.blueprint_id != declared:
-        yield f"the blueprint inside has the id {subject.blueprint_id[:12]}, the manifest says {declared[:12]}"
+        yield f"the blueprint inside has the id {subject.blueprint_id[:12]}, declared is {declared[:12]}"
     theirs = subject.launch.interface
-    for part, ours, found in (("inputs", subject.leaves, theirs.inputs), ("outputs", subject.results, theirs.outputs)):
+    for part, ours, found in (
+        ("inputs", subject.leaves, theirs.inputs),
+        ("outputs", subject.results, theirs.outputs),
+    ):
         if not _same_tensors(subject, ours, found):
             yield f"{part} of the launch manifest are not those of the blueprint: {found}"
     if theirs.differentiable != subject.differentiable:
@@ -184,7 +205,20 @@ def _results(subject: Subject, plan: Plan) -> Iterator[str]:
     for number, spec in pairs:
         buffer = plan.buffers[number]
         if (buffer.dtype, buffer.shape) != (spec.dtype, spec.shape):
-            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, {spec.name!r} is {spec.dtype}{spec.shape}"
+            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, not {spec.dtype}{spec.shape}"
+
+
+def _arguments(subject: Subject, plan: Plan) -> Iterator[str]:
+    """Every launch gives every kernel it may choose what that kernel's table asks for."""
+    kernels = {k.name: k for k in subject.launch.kernels}
+    for step in plan.steps:
+        if isinstance(step, ExternStep):
+            continue
+        given = ["ptr" if a.kind == "buffer" else "size" for a in step.args]
+        for variant in step.variants:
+            asked = ["ptr" if p.kind == "ptr" else "size" for p in kernels[variant.kernel].params]
+            if given != asked:
+                yield f"step {step.group!r} gives {given} to kernel {variant.kernel!r}, which takes {asked}"
 
 
 def _feeds(subject: Subject, plan: Plan) -> Iterator[str]:
@@ -199,7 +233,7 @@ def _feeds(subject: Subject, plan: Plan) -> Iterator[str]:
         if not 0 <= buffer.index < len(rows):
             yield f"buffer {buffer.name!r} reads {buffer.source} {buffer.index} of {len(rows)}"
         elif (buffer.dtype, buffer.shape) != (rows[buffer.index].dtype, rows[buffer.index].shape):
-            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, its source is {rows[buffer.index]}"
+            yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, not {rows[buffer.index]}"
 
 
 def _corners(subject: Subject, plan: Plan) -> Iterator[str]:

@@ -48,7 +48,10 @@ def _corners(context: Context) -> Iterator[tuple[str, dict[str, int]]]:
     subject = context.subject
     interface = subject.launch.interface
     phases = ["inference", *(["forward", "backward"] if interface.differentiable else [])]
-    edges: list[dict[str, int]] = [{d.name: d.min for d in interface.dims}, {d.name: d.max for d in interface.dims}]
+    edges: list[dict[str, int]] = [
+        {d.name: d.min for d in interface.dims},
+        {d.name: d.max for d in interface.dims},
+    ]
     for plan in subject.launch.plans:
         for bound in plan.bucket:
             dim = next(d for d in interface.dims if d.name == bound.dim)

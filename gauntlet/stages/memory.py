@@ -1,9 +1,10 @@
-"""Every byte around, before and after: fences on both sides of every buffer, inputs left alone, results written in full,
-nothing taken from memory that the kernels did not write, and no growth over a thousand calls.
+"""Every byte around, before and after: fences on both sides of every buffer, inputs left alone, results
+written in full, nothing taken from memory that the kernels did not write, and no growth over a thousand
+calls.
 
-Each plan runs with every buffer fenced and poisoned, twice with other poison: an element that was not written, a
-workspace read before it was written, and a read beyond a buffer all make the two runs differ. On the CPU it runs twice
-more with untouchable pages after, and before, every buffer.
+Each plan runs with every buffer fenced and poisoned, twice with other poison: an element that was not
+written, a workspace read before it was written, and a read beyond a buffer all make the two runs differ. On
+the CPU it runs twice more with untouchable pages after, and before, every buffer.
 """
 
 from __future__ import annotations
@@ -98,9 +99,7 @@ def _plan(context: Context, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor |
     return ""
 
 
-def _set_up(
-    subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor | None], seed: int
-) -> _Run:
+def _set_up(subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor | None], seed: int) -> _Run:
     device = subject.device
     fence = (
         arena.Pages(seed, recipe.layout.removeprefix("pages-"))
@@ -129,7 +128,9 @@ def _disturbed(plan: Plan, run: _Run) -> str:
         return f"out of bounds: {breach}"
     for at, (now, then) in enumerate(zip(run.feeds, run.before, strict=True)):
         if now is not None and then is not None and not arena.same_bits(now, then):
-            names = [b.name for b in plan.buffers if b.source in ("input", "saved", "cotangent") and b.index == at]
+            names = [
+                b.name for b in plan.buffers if b.source in ("input", "saved", "cotangent") and b.index == at
+            ]
             return f"input {at} ({', '.join(names)}) was overwritten: {_difference(now, then)}"
     return ""
 
@@ -141,8 +142,8 @@ def _difference(a: Tensor, b: Tensor) -> str:
 
 
 def _growth(context: Context, recipe: Recipe) -> Outcome:
-    """Many calls through the same memory with values that change under it: every result has the bits of the first call
-    with those values, and the process does not grow."""
+    """Many calls through the same memory with values that change under it: every result has the bits of the
+    first call with those values, and the process does not grow."""
     subject = context.subject
     turns = [replace(recipe, seed=recipe.seed + i) for i in range(ROTATION)]
     sets = [[inputs.values(subject, t)[s.name] for s in subject.launch.interface.inputs] for t in turns]

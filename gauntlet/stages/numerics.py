@@ -1,7 +1,8 @@
-"""Results against float64, over the battery of values, the whole declared range of sizes, and every way to lie in memory.
+"""Results against float64, over the battery of values, the whole declared range of sizes, and every way to
+lie in memory.
 
-A refusal with a name is a pass only where the artifact never promised an answer: sizes outside the declared range, and
-layouts without a kernel.
+A refusal with a name is a pass only where the artifact never promised an answer: sizes outside the declared
+range, and layouts without a kernel.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ def _outside(subject: Subject) -> Iterator[dict[str, int]]:
     """Just outside the declared range of each dim."""
     base = subject.base_dims()
     for dim in subject.launch.interface.dims:
-        beyond = [dim.min - dim.multiple_of, dim.max + dim.multiple_of, *([dim.min + 1] if dim.multiple_of > 1 else [])]
+        beyond = [
+            dim.min - dim.multiple_of,
+            dim.max + dim.multiple_of,
+            *([dim.min + 1] if dim.multiple_of > 1 else []),
+        ]
         for size in beyond:
             dims = {**base, dim.name: size}
             if size >= 0 and subject.elements(dims) <= 1 << 24:
@@ -103,7 +108,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 
     def nearby(shake: int) -> dict[str, Tensor]:
         found = meaning.outputs(subject, accuracy.shaken(values, shake), "float64")
-        return {n + phase: t for phase in ("", " (training)") for n, t in zip(subject.blueprint.outputs, found, strict=True)}
+        return {
+            n + phase: t
+            for phase in ("", " (training)")
+            for n, t in zip(subject.blueprint.outputs, found, strict=True)
+        }
 
     return accuracy.all_of(subject, recipe, rows, nearby)
 

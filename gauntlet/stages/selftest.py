@@ -1,9 +1,10 @@
 """Before anything is judged, the judge is: it must refuse answers that are certainly wrong.
 
-For the cases of the battery, and for every output and gradient, these are offered as answers: nothing done (the memory as
-it was), zeros, a copy of an input, a constant (the mean), the mean over the first axis, and the right answer to other
-values. An answer that happens to be right (zeros for a block that is zero there) proves nothing and is passed over; but
-each kind must be refused at least once where it is wrong, and must never be accepted where it is far off.
+For the cases of the battery, and for every output and gradient, these are offered as answers: nothing done
+(the memory as it was), zeros, a copy of an input, a constant (the mean), the mean over the first axis, and
+the right answer to other values. An answer that happens to be right (zeros for a block that is zero there)
+proves nothing and is passed over; but each kind must be refused at least once where it is wrong, and must
+never be accepted where it is far off.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     subject = context.subject
     wanted = subject.launch.interface.differentiable
     for draw in inputs.smooth_draws(subject):
-        yield Recipe("selftest", subject.base_dims(), draw, cotangent="normal" if wanted else "", seed=context.seed)
+        yield Recipe(
+            "selftest", subject.base_dims(), draw, cotangent="normal" if wanted else "", seed=context.seed
+        )
 
 
 def _check(context: Context, recipe: Recipe) -> Outcome:
@@ -35,7 +38,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     wanted = subject.launch.interface.differentiable
     exact = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "float64"), strict=True))
     eager = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "declared"), strict=True))
-    elsewhere = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, others, "declared"), strict=True))
+    elsewhere = dict(
+        zip(subject.blueprint.outputs, meaning.outputs(subject, others, "declared"), strict=True)
+    )
     if recipe.cotangent:
         flowing, flowing_other = inputs.cotangents(subject, recipe), inputs.cotangents(subject, other)
         for name, grad in meaning.gradients(subject, values, flowing, wanted, "float64").items():
@@ -55,7 +60,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
             if not accuracy.one(subject, recipe, (name, answer, right, eager[name])):
                 return Failed(f"the rule would accept {label} for {name}: this blueprint cannot be judged")
     if not refused:
-        return Failed("no wrong answer is far from the right one: this blueprint cannot be judged with these values")
+        return Failed(
+            "no wrong answer is far from the right one: this blueprint cannot be judged with these values"
+        )
     return Passed({"refused": refused})
 
 
@@ -70,7 +77,10 @@ def _wrong_answers(
     if right.is_floating_point():
         yield "a constant", torch.full_like(right, float(right.double().mean()))
         if right.dim() > 1:
-            yield "the mean of the first axis", right.double().mean(0, keepdim=True).expand_as(right).to(right.dtype)
+            yield (
+                "the mean of the first axis",
+                right.double().mean(0, keepdim=True).expand_as(right).to(right.dtype),
+            )
         yield "the right answer negated", -right
         yield "the right answer shifted by one element", right.reshape(-1).roll(1).reshape(right.shape)
     for name, value in values.items():

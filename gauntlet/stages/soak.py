@@ -1,8 +1,9 @@
 """A short real optimisation with the artifact inside, step by step beside its eager twin and beside float64.
 
-The block is followed by a fixed random projection of each output, the loss is the mean squared distance to what other
-parameters of the same block would give. Parameters (where there are none: the inputs) are trained by gradient descent with momentum. The
-artifact's loss curve may stray from the float64 curve as far as eager's does, times a small factor.
+The block is followed by a fixed random projection of each output, the loss is the mean squared distance to
+what other parameters of the same block would give. Parameters (where there are none: the inputs) are trained
+by gradient descent with momentum. The artifact's loss curve may stray from the float64 curve as far as
+eager's does, times a small factor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ BATCHES = 4
 RATE, MOMENTUM = 1e-2, 0.8
 STRAY = 4.0
 FLOOR = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Least allowed relative distance of the curves: some rounding steps of the loss in the widest dtype involved."""
+"""Least allowed relative distance of the curves: some rounding steps of the loss in the widest dtype
+involved."""
 
 Gradient = Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[list[Tensor], dict[str, Tensor]]]
 
@@ -46,20 +48,28 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     outputs = [i for i, (_, _, t) in enumerate(subject.results) if t.dtype.is_floating]
     if not trained or not outputs:
         return Skipped("nothing to train")
-    narrow = [getattr(torch, s.dtype) for s in (*subject.launch.interface.inputs, *subject.launch.interface.outputs)]
+    narrow = [
+        getattr(torch, s.dtype) for s in (*subject.launch.interface.inputs, *subject.launch.interface.outputs)
+    ]
     floor = max(FLOOR[d] for d in narrow if d in FLOOR)
 
-    def native(values: Mapping[str, Tensor], targets: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def native(
+        values: Mapping[str, Tensor], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         found, saved = subject.forward(values)
         flowing = _cotangents(found, targets, outputs)
         return found, subject.backward(saved, flowing, recipe.dims, trained)
 
-    def eager(values: Mapping[str, Tensor], targets: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def eager(
+        values: Mapping[str, Tensor], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         found = meaning.outputs(subject, values, "declared")
         flowing = _cotangents(found, targets, outputs)
         return found, meaning.gradients(subject, values, flowing, trained, "declared")
 
-    def exact(values: Mapping[str, Tensor], targets: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def exact(
+        values: Mapping[str, Tensor], targets: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         found = meaning.outputs(subject, values, "float64")
         flowing = _cotangents(found, [t.double() for t in targets], outputs)
         return found, meaning.gradients(subject, values, flowing, trained, "float64")
@@ -81,12 +91,15 @@ def _compare(ours: list[float], theirs: list[float], truth: list[float], floor: 
     worst = max(range(len(stray)), key=stray.__getitem__)
     if stray[worst] > allowed:
         return Failed(
-            f"the loss at step {worst} is {ours[worst]:.6g}, in float64 {truth[worst]:.6g}, in eager {theirs[worst]:.6g}"
+            f"the loss at step {worst} is {ours[worst]:.6g}, in float64 {truth[worst]:.6g}, "
+            f"in eager {theirs[worst]:.6g}"
         )
     return Passed({"steps": len(ours), "first_loss": truth[0], "last_loss": ours[-1], "stray": stray[worst]})
 
 
-def _cotangents(found: Sequence[Tensor], targets: Sequence[Tensor], outputs: Sequence[int]) -> list[Tensor | None]:
+def _cotangents(
+    found: Sequence[Tensor], targets: Sequence[Tensor], outputs: Sequence[int]
+) -> list[Tensor | None]:
     flowing: list[Tensor | None] = [None] * len(found)
     for at in outputs:
         wide = torch.float64 if found[at].dtype is torch.float64 else torch.float32
@@ -101,12 +114,12 @@ def _curve(subject: Subject, recipe: Recipe, gradient: Gradient, outputs: Sequen
     goal = replace(recipe, seed=recipe.seed + 1)
     batches = [inputs.values(subject, replace(recipe, seed=recipe.seed + 10 + i)) for i in range(BATCHES)]
     start, other = inputs.values(subject, recipe), inputs.values(subject, goal)
-    targets = [
-        meaning.outputs(subject, {**b, **{n: other[n] for n in trained}}, "declared") for b in batches
-    ]
+    targets = [meaning.outputs(subject, {**b, **{n: other[n] for n in trained}}, "declared") for b in batches]
     state = {n: start[n].double() for n in trained}
     speed = {n: torch.zeros_like(t) for n, t in state.items()}
-    rate = _rates(subject, {**batches[1 % BATCHES], **{n: start[n] for n in trained}}, targets[1 % BATCHES], outputs)
+    rate = _rates(
+        subject, {**batches[1 % BATCHES], **{n: start[n] for n in trained}}, targets[1 % BATCHES], outputs
+    )
     losses = []
     for step in range(1, recipe.repeat + 1):
         at = step % BATCHES
@@ -122,7 +135,8 @@ def _curve(subject: Subject, recipe: Recipe, gradient: Gradient, outputs: Sequen
 def _rates(
     subject: Subject, values: Mapping[str, Tensor], targets: Sequence[Tensor], outputs: Sequence[int]
 ) -> dict[str, float]:
-    """A first step moves each trained tensor by about one part in a hundred of its size; the same for all three runs."""
+    """A first step moves each trained tensor by about one part in a hundred of its size; the same for all
+    three runs."""
     trained = _trained(subject)
     found = meaning.outputs(subject, values, "float64")
     flowing = _cotangents(found, [t.double() for t in targets], outputs)

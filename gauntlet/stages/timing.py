@@ -1,7 +1,8 @@
 """How long the artifact takes beside eager torch: forward, backward, both; interleaved in one run.
 
-On a card: device time from replayed graphs with the second-level cache flushed. On the CPU: wall time on all threads.
-Nothing is judged here; the numbers go into the evaluation profile, and what was not measured says so.
+On a card: device time from replayed graphs with the second-level cache flushed. On the CPU: wall time on all
+threads. Nothing is judged here; the numbers go into the evaluation profile, and what was not measured says
+so.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _dims(subject: Subject) -> dict[str, int]:
     most = ELEMENTS[subject.device.type]
     dims = subject.launch.interface.dims
     rows = max((len(d.tune) for d in dims), default=0)
-    tuned = [{d.name: d.tune[min(at, len(d.tune) - 1)] if d.tune else d.max for d in dims} for at in range(rows)]
+    tuned = [
+        {d.name: d.tune[min(at, len(d.tune) - 1)] if d.tune else d.max for d in dims} for at in range(rows)
+    ]
     fitting = [t for t in tuned if subject.admits(t, most)]
     return max(fitting, key=subject.elements) if fitting else subject.largest_dims(most)
 
@@ -121,7 +124,10 @@ def _work(subject: Subject, recipe: Recipe) -> Iterator[tuple[str, Work]]:
         backward([*[slots[i] for i in forward.layout.saved], *flowing])
 
     yield "backward", lambda: backward([*saved, *flowing])
-    yield "eager backward", lambda: torch.autograd.grad(outputs, leaves, flowing, retain_graph=True, allow_unused=True)
+    yield (
+        "eager backward",
+        lambda: torch.autograd.grad(outputs, leaves, flowing, retain_graph=True, allow_unused=True),
+    )
     yield "both", both
 
 
@@ -130,7 +136,8 @@ def _eager(subject: Subject, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
 
 
 def _least_bytes(subject: Subject, recipe: Recipe) -> int:
-    """Every input read once and every output written once; with gradients, cotangents read and gradients written too."""
+    """Every input read once and every output written once; with gradients, cotangents read and gradients
+    written too."""
     types = [t for _, _, t in (*subject.leaves, *subject.results)]
     total = sum(t.nbytes.value(recipe.dims) for t in types)
     return 2 * total if subject.launch.interface.differentiable else total

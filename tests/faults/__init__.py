@@ -1,1 +1,2 @@
-"""Planted faults: artifacts that are wrong on purpose, and clean ones beside them, to measure the gauntlet."""
+"""Planted faults: artifacts that are wrong on purpose, and clean ones beside them, to measure the
+gauntlet."""

@@ -21,7 +21,16 @@ from library import launch
 from library.launch import Argument, Buffer, Guard, KernelStep, LaunchManifest, Param, Plan, Size, Variant
 from library.manifest import pack
 
-FLAGS = ("-O2", "-shared", "-fPIC", "-fopenmp", "-nostartfiles", "-ffp-contract=off", "-fno-math-errno", "-std=c11")
+FLAGS = (
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
+    "-nostartfiles",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-std=c11",
+)
 PROLOGUE = """
 #include <math.h>
 #include <stdint.h>
@@ -36,7 +45,8 @@ ROWS = 16
 
 @dataclass(frozen=True)
 class Toy:
-    """`source` is C; `plans` use `Kernel` names that are entry points of it, `params` their parameter kinds."""
+    """`source` is C; `plans` use `Kernel` names that are entry points of it, `params` their parameter
+    kinds."""
 
     name: str
     blueprint: Mapping[str, Any]
@@ -54,7 +64,9 @@ def interface(blueprint: Mapping[str, Any]) -> launch.Interface:
     leaves = [(n, k, blueprint[f"{k}s"][n]) for k in ("input", "param") for n in blueprint.get(f"{k}s", {})]
     specs = tuple(launch.TensorSpec(n, k, v["dtype"], tuple(v["shape"])) for n, k, v in leaves)
     outputs = tuple(
-        launch.TensorSpec(name, "output", typed.types[name].dtype.value, tuple(d.to_json() for d in typed.types[name].shape))
+        launch.TensorSpec(
+            name, "output", typed.types[name].dtype.value, tuple(d.to_json() for d in typed.types[name].shape)
+        )
         for name in blueprint["outputs"]
     )
     dims = []

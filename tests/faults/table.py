@@ -15,7 +15,8 @@ class Row:
 
 
 def bound(missed: int, planted: int, confidence: float = 0.95) -> float:
-    """Upper limit of the share missed (Clopper and Pearson 1934, one-sided), by bisection on the binomial tail."""
+    """Upper limit of the share missed (Clopper and Pearson 1934, one-sided), by bisection on the binomial
+    tail."""
     if missed >= planted:
         return 1.0
     low, high = 0.0, 1.0
@@ -31,5 +32,8 @@ def table(rows: Sequence[Row]) -> str:
     planted, caught = Counter(r.kind for r in rows), Counter(r.kind for r in rows if r.caught)
     lines = [f"{kind:34} {caught[kind]:4} of {planted[kind]:4}" for kind in sorted(planted)]
     missed = len(rows) - caught.total()
-    lines.append(f"{'all':34} {caught.total():4} of {len(rows):4}; at most {bound(missed, len(rows)):.2%} missed (95 %)")
+    lines.append(
+        f"{'all':34} {caught.total():4} of {len(rows):4}; "
+        f"at most {bound(missed, len(rows)):.2%} missed (95 %)"
+    )
     return "\n".join(lines)

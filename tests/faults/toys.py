@@ -99,7 +99,12 @@ def affine() -> Toy:
         [_node("m", "mul", "x", "w"), _node("s", "add", "m", "b"), _node("y", "relu", "s")],
         ROWS,
     )
-    given = (("x", "input", 0, full), ("w", "input", 1, (C,)), ("b", "input", 2, (C,)), ("y", "output", 0, full))
+    given = (
+        ("x", "input", 0, full),
+        ("w", "input", 1, (C,)),
+        ("b", "input", 2, (C,)),
+        ("y", "output", 0, full),
+    )
     run = (step("affine_fwd", parts, 0, 1, 2, 3, "rows"),)
     back = buffers(
         ("x", "saved", 0, full),
@@ -122,7 +127,11 @@ def affine() -> Toy:
         Plan("backward", (), ("x", "w", "b"), back, steps, gradients=(4, 7, 8)),
     )
     return Toy(
-        "affine_relu", blueprint, AFFINE_C, plans, {"affine_fwd": "ppppi", "affine_bwd": "pppppppi", "affine_sum": "ppppi"}
+        "affine_relu",
+        blueprint,
+        AFFINE_C,
+        plans,
+        {"affine_fwd": "ppppi", "affine_bwd": "pppppppi", "affine_sum": "ppppi"},
     )
 
 
@@ -169,7 +178,14 @@ def softmax() -> Toy:
     plans = (
         Plan("forward", (), (), given, run, (1,), (1,)),
         Plan("inference", (), (), given, run, (1,)),
-        Plan("backward", (), ("x",), back, (step("softmax_bwd", programs(), 0, 1, 2, "rows", "cols"),), gradients=(2,)),
+        Plan(
+            "backward",
+            (),
+            ("x",),
+            back,
+            (step("softmax_bwd", programs(), 0, 1, 2, "rows", "cols"),),
+            gradients=(2,),
+        ),
     )
     return Toy("softmax", blueprint, SOFTMAX_C, plans, {"softmax_fwd": "ppii", "softmax_bwd": "pppii"})
 
@@ -333,9 +349,16 @@ def dense() -> Toy:
         [_node("p", "matmul", "x", "w"), _node("y", "add", "p", "b")],
         ROWS,
     )
-    given = buffers(("x", "input", 0, xs), ("w", "input", 1, (K, M)), ("b", "input", 2, (M,)), ("y", "output", 0, ys))
+    given = buffers(
+        ("x", "input", 0, xs), ("w", "input", 1, (K, M)), ("b", "input", 2, (M,)), ("y", "output", 0, ys)
+    )
     run = (step("dense_fwd", parts, 0, 1, 2, 3, "rows"),)
-    back = (("x", "saved", 0, xs), ("w", "saved", 1, (K, M)), ("g", "cotangent", 0, ys), ("dx", "gradient", 0, xs))
+    back = (
+        ("x", "saved", 0, xs),
+        ("w", "saved", 1, (K, M)),
+        ("g", "cotangent", 0, ys),
+        ("dx", "gradient", 0, xs),
+    )
     more = (("dw", "gradient", 0, (K, M)), ("db", "gradient", 0, (M,)))
     dx, dw = step("dense_dx", parts, 1, 2, 3, "rows"), step("dense_dw", 1, 0, 2, 4, 5, "rows")
     plans = (
@@ -344,7 +367,9 @@ def dense() -> Toy:
         Plan("backward", (), ("x",), buffers(*back), (dx,), gradients=(3,)),
         Plan("backward", (), ("x", "w", "b"), buffers(*back, *more), (dx, dw), gradients=(3, 4, 5)),
     )
-    return Toy("dense", blueprint, DENSE_C, plans, {"dense_fwd": "ppppi", "dense_dx": "pppi", "dense_dw": "ppppi"})
+    return Toy(
+        "dense", blueprint, DENSE_C, plans, {"dense_fwd": "ppppi", "dense_dx": "pppi", "dense_dw": "ppppi"}
+    )
 
 
 ALL = {"affine": affine, "softmax": softmax, "norm": norm, "dense": dense}

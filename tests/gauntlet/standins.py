@@ -93,5 +93,11 @@ def leaves_children(arguments: int, result: int, spill: int) -> None:
 def sees(arguments: int, result: int, spill: int) -> None:
     listed = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd") if int(n) > 2]
     open_files = [os.readlink(name) for name in listed if os.path.islink(name)]
-    _say(result, event="seen", environment=sorted(os.environ), files=open_files, cuda="torch.cuda" in sys.modules)
+    _say(
+        result,
+        event="seen",
+        environment=sorted(os.environ),
+        files=open_files,
+        cuda="torch.cuda" in sys.modules,
+    )
     _say(result, event="done")

@@ -86,7 +86,9 @@ def test_a_worker_sees_no_keys(server: ForkServer, monkeypatch: pytest.MonkeyPat
         seen = run(fresh, "sees").last("seen")
     assert seen
     assert not [name for name in seen["environment"] if "ESPER" in name]
-    assert all(name.startswith(("/memfd:", "pipe:", "/proc", "/dev")) for name in seen["files"]), seen["files"]
+    assert all(name.startswith(("/memfd:", "pipe:", "/proc", "/dev")) for name in seen["files"]), seen[
+        "files"
+    ]
 
 
 def test_the_server_is_started_again_after_it_died() -> None:
@@ -97,7 +99,10 @@ def test_the_server_is_started_again_after_it_died() -> None:
         os.kill(first, signal.SIGKILL)
         began = time.monotonic()
         deadline = began + 5
-        while server.run(STANDINS + "good", b"", Limits()).kind != isolate.FINISHED and time.monotonic() < deadline:
+        while (
+            server.run(STANDINS + "good", b"", Limits()).kind != isolate.FINISHED
+            and time.monotonic() < deadline
+        ):
             pass
         assert server.pid != first and time.monotonic() - began < 10
 

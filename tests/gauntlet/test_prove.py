@@ -42,7 +42,12 @@ def test_a_verdict_is_not_made_twice(home: Path, server: ForkServer) -> None:
     artifact = put(home, toys.dense())
     first = runner.prove(artifact, library=home, server=server, quick=True)
     again = runner.prove(artifact, library=home, server=server)
-    assert first.recorded and not again.recorded and again.passed and again.seconds == pytest.approx(first.seconds, abs=0.01)
+    assert (
+        first.recorded
+        and not again.recorded
+        and again.passed
+        and again.seconds == pytest.approx(first.seconds, abs=0.01)
+    )
     with Library.open(home, readonly=True) as library:
         assert library.index.row("SELECT count(*) FROM verdicts") == (1,)
 
@@ -73,7 +78,9 @@ def test_a_case_passes_where_the_artifact_is_right(home: Path, server: ForkServe
 
 
 def test_a_crash_keeps_the_case_that_caused_it(home: Path, server: ForkServer) -> None:
-    wild = handmade.edit(toys.affine(), ("dx[r * C + c] = m * w[c];", "dx[(r + 900000000) * C + c] = m * w[c];"))
+    wild = handmade.edit(
+        toys.affine(), ("dx[r * C + c] = m * w[c];", "dx[(r + 900000000) * C + c] = m * w[c];")
+    )
     found = runner.prove(put(home, wild), library=home, server=server, quick=True)
     assert found.passed is False and "illegal-access" in found.reason and found.stages[-1].name == "loads"
     case = cases.load(home / runner.CASES, found.case or _only_case(home))
@@ -102,7 +109,10 @@ def test_command_line(home: Path) -> None:
     run = CliRunner().invoke(main, ["bench", "--pending", "--quick", "--json", "--library", str(home)])
     document = json.loads(run.stdout)
     assert run.exit_code == 1 and document["schema"] == "esper-gauntlet/1"
-    assert {v["artifact_id"]: v["verdict"] for v in document["verdicts"]} == {good: "VALIDATED", bad: "REJECTED"}
+    assert {v["artifact_id"]: v["verdict"] for v in document["verdicts"]} == {
+        good: "VALIDATED",
+        bad: "REJECTED",
+    }
     again = CliRunner().invoke(main, ["bench", good, "--json", "--library", str(home)])
     assert again.exit_code == 0 and json.loads(again.stdout)["verdicts"][0]["verdict"] == "VALIDATED"
     shown = CliRunner().invoke(main, ["show", bad[:16], "--library", str(home)])
@@ -112,7 +122,9 @@ def test_command_line(home: Path) -> None:
     assert replayed.exit_code == 1 and "still fails" in replayed.output
     missing = CliRunner().invoke(main, ["replay", "0" * 64, "--library", str(home)])
     assert missing.exit_code == 10 and "E0904" in missing.stderr
-    unknown = CliRunner().invoke(main, ["bench", "ffffffffffff-cpu-fast-00000000", "--json", "--library", str(home)])
+    unknown = CliRunner().invoke(
+        main, ["bench", "ffffffffffff-cpu-fast-00000000", "--json", "--library", str(home)]
+    )
     assert unknown.exit_code == 10 and json.loads(unknown.stdout)["errors"][0]["code"] == "E0721"
 
 

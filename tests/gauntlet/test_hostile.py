@@ -1,0 +1,160 @@
+"""Artifacts made to harm or to fool: each is refused by name, the judge goes on, and nothing outlives its
+worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from gauntlet.isolate import ForkServer, Limits
+from gauntlet.runner import judge
+from library.launch import Plan
+from library.manifest import pack, unpack
+from tests.faults import handmade, toys
+
+OPEN = "extern int {0};\n"
+
+
+def _hostile(body: str, before: str = "") -> handmade.Toy:
+    """The affine kernel with something else at its start."""
+    start = "const float *x = PTR(float, 0), *w = PTR(float, 1), *b = PTR(float, 2);"
+    toy = toys.affine()
+    return replace(
+        toy, source=before + toy.source.replace(start, body + start, 1), name=f"hostile{abs(hash(body))}"
+    )
+
+
+def _refused(toy: handmade.Toy, server: ForkServer, **options: object) -> str:
+    found = judge(handmade.build(toy), "cpu", server, quick=True, **options)  # type: ignore[arg-type]
+    assert found.passed is False, found
+    return found.reason
+
+
+@pytest.mark.parametrize(
+    ("body", "before"),
+    [
+        ("fork();", "extern int fork(void);\n"),
+        ('system("id");', "extern int system(const char *);\n"),
+        ("exit(0);", "extern void exit(int);\n"),
+        ("socket(2, 1, 0);", "extern int socket(int, int, int);\n"),
+        ('open("/etc/passwd", 0);', "extern int open(const char *, int);\n"),
+    ],
+)
+def test_calls_into_the_system_are_not_linked(body: str, before: str, server: ForkServer) -> None:
+    assert "it asks for" in _refused(_hostile(body, before), server)
+
+
+SYSCALL = """
+static long call(long n, long a, long b, long c) {
+  long r;
+  __asm__ volatile("syscall" : "=a"(r) : "a"(n), "D"(a), "S"(b), "d"(c) : "rcx", "r11", "memory");
+  return r;
+}
+"""
+
+
+def test_an_exit_without_a_word_is_no_pass(server: ForkServer) -> None:
+    assert "exit code 0" in _refused(_hostile("call(231, 0, 0, 0);", SYSCALL), server)
+
+
+def test_children_of_a_candidate_do_not_outlive_it(server: ForkServer) -> None:
+    marker = 12345
+    _refused(
+        _hostile(
+            f"if (call(57, 0, 0, 0) == 0) {{ for (;;) call(34, 0, 0, 0); }} call(231, {marker % 7}, 0, 0);",
+            SYSCALL,
+        ),
+        server,
+    )
+    time.sleep(0.2)
+    mine = {server.pid}
+    left = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(p) in mine]
+    assert not left
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def test_a_candidate_cannot_open_files(server: ForkServer) -> None:
+    """Under Landlock; where the kernel has none, the level in the verdict says so."""
+    body = 'if (call(2, (long)"/etc/esper-probe", 0101, 0600) >= 0) { for (;;) call(34, 0, 0, 0); }'
+    found = judge(
+        handmade.build(_hostile(body, SYSCALL)), "cpu", server, quick=True, stages=("integrity", "loads")
+    )
+    if found.context["sandbox"] == "limits":
+        assert found.passed is False
+        os.unlink("/etc/esper-probe")
+    else:
+        assert found.passed and not os.path.exists("/etc/esper-probe")
+
+
+def test_output_floods_are_cut_off(server: ForkServer) -> None:
+    body = "for (int i = 0; i < 4000; i++) call(1, 1, (long)x, 160);"
+    after = _hostile("").source.replace("float *y = PTR(float, 3);", f"float *y = PTR(float, 3); {body}", 1)
+    toy = replace(toys.affine(), source=SYSCALL + after)
+    found = judge(
+        handmade.build(toy), "cpu", server, quick=True, stages=("loads",), limits=Limits(output_bytes=1 << 16)
+    )
+    assert found.passed
+
+
+def test_memory_hogs_are_refused(server: ForkServer) -> None:
+    toy = _hostile(
+        "for (long i = 0; i < 64; i++) { char *p = malloc(64l << 20); if (p) memset(p, 1, 64l << 20); }",
+        "extern void *malloc(unsigned long);\n",
+    )
+    reason = _refused(toy, server, limits=Limits(memory_bytes=512 << 20))
+    assert "memory" in reason
+
+
+def _with_manifest(toy: handmade.Toy, **changes: object) -> bytes:
+    made = unpack(handmade.build(toy))
+    manifest = json.loads(json.dumps(made.manifest))
+    manifest.update(changes)
+    manifest.pop("artifact_id")
+    manifest.pop("blobs")
+    return pack(manifest, [("code.so", "cpu", bytes(made.blobs["code.so"]))])
+
+
+def test_lies_about_range_and_identity(server: ForkServer) -> None:
+    affine = unpack(handmade.build(toys.affine())).manifest
+    narrow = json.loads(json.dumps(affine["launch"]))
+    narrow["interface"]["dims"][0]["max"] = 64
+    other = {**affine["blueprint"], "id": "0" * 64}
+    assert "dims" in judge(_with_manifest(toys.affine(), launch=narrow), "cpu", server).reason
+    assert "id" in judge(_with_manifest(toys.affine(), blueprint=other), "cpu", server).reason
+    wrong = {**affine["target"], "arch": "aarch64"}
+    assert "aarch64" in judge(_with_manifest(toys.affine(), target=wrong), "cpu", server).reason
+    empty = {**affine["launch"], "plans": []}
+    assert "no backward" in judge(_with_manifest(toys.affine(), launch=empty), "cpu", server).reason
+
+
+def test_corrupted_code_is_refused(server: ForkServer) -> None:
+    made = unpack(handmade.build(toys.affine()))
+    manifest = {k: v for k, v in made.manifest.items() if k not in ("artifact_id", "blobs")}
+    code = bytearray(made.blobs["code.so"])
+    for at in (16, 0x20, 0x40):
+        broken = bytearray(code)
+        broken[at] ^= 0xFF
+        found = judge(pack(manifest, [("code.so", "cpu", bytes(broken))]), "cpu", server, quick=True)
+        assert found.passed is not True
+    found = judge(pack(manifest, [("code.so", "cpu", bytes(code[:200]))]), "cpu", server, quick=True)
+    assert found.passed is False and "machine code" in found.reason
+
+
+def test_huge_buffers_are_refused_before_anything_runs(server: ForkServer) -> None:
+    def grow(plan: Plan) -> Plan:
+        huge = replace(plan.buffers[-1], shape=(1 << 45,))
+        return replace(plan, buffers=(*plan.buffers, huge))
+
+    toy = toys.affine()
+    assert "elements" in _refused(replace(toy, plans=tuple(grow(p) for p in toy.plans)), server)
