@@ -193,7 +193,7 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
             try:
                 done.append((group, _lower_group(low, parts, group, f"{tag}{position}")))
             except EsperError as error:
-                scattered = {n.id for n in group.nodes if lowering_kind(n) == "reduction"}
+                scattered = {n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction")}
                 if error.code != "E0533" or scattered <= alone:
                     raise
                 alone |= scattered

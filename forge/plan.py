@@ -190,7 +190,10 @@ class KernelPlan:
 
     def store_axes(self, stmt: Store) -> str:
         """Axes along which a store writes; its value may have fewer (a row's value written to every column)."""
-        strides = self.accesses[stmt.access].strides
+        access = self.accesses[stmt.access]
+        if access.partial:
+            return "rc" if self.matmul else "c"
+        strides = access.strides
         return ("r" if any(s != Dim() for s in strides[:-1]) else "") + ("c" if strides[-1] != Dim() else "")
 
     def dtypes(self) -> dict[str, DType]:
