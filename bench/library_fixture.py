@@ -6,7 +6,16 @@ import hashlib
 import random
 
 from library import ledger, query, rows
-from library.records import COMPILED, PENDING_BENCHMARKING, VALIDATED, ArtifactRecord, BlueprintRecord
+from library.canon import sha256_hex
+from library.records import (
+    COMPILED,
+    COMPILING,
+    PENDING_BENCHMARKING,
+    UNVALIDATED,
+    VALIDATED,
+    ArtifactRecord,
+    BlueprintRecord,
+)
 from library.store import Library
 
 ARCHS = (
@@ -47,6 +56,8 @@ def _blueprint(lib: Library, number: int) -> None:
     seq = ledger.append(
         lib.index, "blueprint.put", blueprint_id(number), {"name": f"block_{number}", "text": digest}
     )
+    for old, new in ((UNVALIDATED, COMPILING), (COMPILING, COMPILED)):
+        ledger.append(lib.index, "blueprint.state", blueprint_id(number), {"from": old, "to": new})
     rows.add_blueprint(
         lib.index, BlueprintRecord(blueprint_id(number), f"block_{number}", digest, COMPILED, "", 0.0, seq)
     )
@@ -78,11 +89,17 @@ def _artifact(lib: Library, number: int, blueprint: int, rng: random.Random) -> 
         seq=0,
     )
     seq = ledger.append(
-        lib.index, "artifact.put", record.id, {"digest": record.digest, "size": record.size, "envelope": ""}
+        lib.index,
+        "artifact.put",
+        record.id,
+        {"digest": record.digest, "size": record.size, "envelope": sha256_hex(b"")},
     )
     num = rows.add_artifact(lib.index, ArtifactRecord(**{**record.to_json(), "seq": seq}), b"")
     if rng.random() < 0.9:
-        ledger.append(lib.index, "artifact.verdict", record.id, {"result": VALIDATED})
+        data = {"result": VALIDATED, "envelope": sha256_hex(b"")}
+        seq = ledger.append(lib.index, "artifact.verdict", record.id, data)
+        verdict = {"arch": arch, "card": "", "result": VALIDATED, "reason": "", "keyid": "", "report": ""}
+        rows.add_verdict(lib.index, num, {**verdict, "envelope": b"", "time": 0.0, "seq": seq})
         rows.set_artifact_state(lib.index, record.id, VALIDATED, "")
         query.write_facts(lib.index, num, record, _report(rng))
     return record.id

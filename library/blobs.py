@@ -7,7 +7,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from library.canon import canonical_json, sha256_hex
@@ -213,25 +213,32 @@ class Blobs:
             raise os_error(error, "cannot remove object", digest) from error
         return size
 
-    def digests(self) -> Iterator[str]:
+    def digests(self) -> list[str]:
         """Every name below `objects/` that is a digest, in no order."""
-        for shard in os.listdir(self._fds["objects"]):
-            if len(shard) != 2:
-                continue
-            for rest in os.listdir(self.home / "objects" / shard):
-                if len(rest) == 62:
-                    yield shard + rest
+        try:
+            shards = [name for name in os.listdir(self._fds["objects"]) if len(name) == 2]
+            below = [(shard, os.listdir(self.home / "objects" / shard)) for shard in shards]
+        except OSError as error:
+            raise os_error(error, "cannot list", self.home / "objects") from error
+        return [shard + rest for shard, names in below for rest in names if len(rest) == 62]
 
     def staged(self) -> list[tuple[str, float]]:
         """Names in staging with their age in seconds."""
-        now, found = time.time(), []
-        for entry in os.scandir(self._fds["staging"]):
-            try:
-                found.append((entry.name, now - entry.stat(follow_symlinks=False).st_mtime))
-            except FileNotFoundError:
-                continue
-        return found
+        now = time.time()
+        try:
+            entries = list(os.scandir(self._fds["staging"]))
+        except OSError as error:
+            raise os_error(error, "cannot list", self.home / "staging") from error
+        return [(entry.name, now - changed) for entry in entries if (changed := _changed(entry)) is not None]
 
     def drop_staged(self, name: str) -> None:
         """Remove one staging file that its owner left behind."""
         self._discard(name)
+
+
+def _changed(entry: os.DirEntry[str]) -> float | None:
+    """When a file was last written; None when it is gone meanwhile."""
+    try:
+        return entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return None

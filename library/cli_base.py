@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
 from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
+from library.paths import os_error
 from library.store import Library
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,12 +27,19 @@ class Tool(click.Group):
         try:
             return super().main(*args, **extra)
         except EsperError as error:
-            if "--json" in arguments:
-                emit("error", {"error": error.to_json()})
-            click.echo(error.render(), err=True)
-            sys.exit(error.exit_code)
+            refused(error, "--json" in arguments)
+        except OSError as error:  # a file named on the command line, or a disk that fails under us
+            refused(os_error(error, "cannot use", error.filename or "a file"), "--json" in arguments)
         except KeyboardInterrupt:
             sys.exit(EXIT_INTERRUPTED)
+
+
+def refused(error: EsperError, as_json: bool) -> NoReturn:
+    """Say why, as text and where asked as the document, and end with the refusal's exit code."""
+    if as_json:
+        emit("error", {"error": error.to_json()})
+    click.echo(error.render(), err=True)
+    sys.exit(error.exit_code)
 
 
 def as_json(function: F) -> F:

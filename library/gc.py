@@ -18,6 +18,7 @@ from library import leases, ledger, rows
 from library.blobs import RESERVE
 from library.core import Core
 from library.layout import make_reserve
+from library.paths import os_error
 
 GRACE_S = 3600.0
 _BATCH = 64
@@ -52,7 +53,7 @@ def collect(core: Core, *, grace_s: float = GRACE_S, dry_run: bool = True) -> Gc
     except EsperError as error:
         if error.code != "E0703":
             raise
-        (core.home / RESERVE).unlink(missing_ok=True)
+        _give_back(core)
         return _collect(core, grace_s)
 
 
@@ -77,11 +78,18 @@ def _collect(core: Core, grace_s: float) -> GcReport:
     return GcReport(marked, removed, freed, staged, False)
 
 
+def _give_back(core: Core) -> None:
+    try:
+        (core.home / RESERVE).unlink(missing_ok=True)
+    except OSError as error:
+        raise os_error(error, "cannot give back the reserve of", core.home) from error
+
+
 def _reserve_again(core: Core) -> None:
     try:
         make_reserve(core.home)
     except EsperError:
-        (core.home / RESERVE).unlink(missing_ok=True)  # still full: the next collection tries again
+        _give_back(core)  # still full: the next collection tries again
 
 
 def _drop_staged(core: Core, least_age: float) -> int:

@@ -55,9 +55,11 @@ def open_layout(home: Path, *, create: bool) -> Path:
 
 def _make(home: Path) -> None:
     refuse_network(home)
-    foreign = sorted(
-        set(os.listdir(home)) - _OURS - {f for f in os.listdir(home) if f.startswith(f".{FORMAT}.")}
-    )
+    try:
+        present = os.listdir(home)
+    except OSError as error:
+        raise os_error(error, "cannot list", home) from error
+    foreign = sorted(n for n in present if n not in _OURS and not n.startswith(f".{FORMAT}."))
     if foreign:
         raise fail(
             "E0704", f"{home} holds other files ({', '.join(foreign[:3])}): not making a library there"

@@ -156,7 +156,7 @@ class TrustStore:
 
     def _verified(self) -> TrustDocument:
         check_private(self.home)
-        document = self.check_envelope((self.home / DOCUMENT).read_bytes(), None)
+        document = self.check_envelope(self._read(), None)
         if document.version < self._highest():
             raise fail(
                 "E0750",
@@ -164,6 +164,12 @@ class TrustStore:
                 hint="put the newer trust.json back; an older one brings revoked keys back to life",
             )
         return document
+
+    def _read(self) -> bytes:
+        try:
+            return (self.home / DOCUMENT).read_bytes()
+        except OSError as error:
+            raise os_error(error, "cannot read", self.home / DOCUMENT) from error
 
     def _highest(self) -> int:
         try:
@@ -279,7 +285,7 @@ class TrustStore:
     def envelope(self) -> bytes:
         """The signed document as it is kept, for export."""
         self.document_or_expired()
-        return (self.home / DOCUMENT).read_bytes()
+        return self._read()
 
     def signer(self, role: str) -> Signer:
         """A local private key that the trust store lists for `role` and has not revoked. E0747 when there is

@@ -86,10 +86,10 @@ class StopFile(apsw.VFSFile):
             self.stop.how()
         super().xSync(flags)
 
-    def xTruncate(self, size: int) -> None:
+    def xTruncate(self, newsize: int) -> None:
         if self.stop.due():
             self.stop.how()
-        super().xTruncate(size)
+        super().xTruncate(newsize)
 
 
 class StopVFS(apsw.VFS):

@@ -43,7 +43,7 @@ class Histories(RuleBasedStateMachine):
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.root = Path(tempfile.mkdtemp(prefix="esper-model-", dir=shm))
         self.model: dict[int, Known] = {}
-        self.bundles = 0
+        self.archives = 0
 
     @initialize()
     def start(self) -> None:
@@ -109,8 +109,8 @@ class Histories(RuleBasedStateMachine):
         known = self.model.get(number)
         if known is None:
             return
-        self.bundles += 1
-        place = self.root / f"bundle{self.bundles}"
+        self.archives += 1
+        place = self.root / f"bundle{self.archives}"
         legal = known.state in (VALIDATED, REJECTED, SUPERSEDED)
         if self.attempt(legal, self.lib.archive, [known.id], place):
             known.before, known.state, known.bundle = known.state, ARCHIVED, place

@@ -18,7 +18,7 @@ from tests.library.victim import BEGIN, END
 from tests.library.world import OPERATIONS, World, check, prepare
 
 STRACE = shutil.which("strace")
-CALLS = (
+CALLS: tuple[str, ...] = (
     "fsync",
     "fdatasync",
     "linkat",
