@@ -77,10 +77,15 @@ def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:
     return sorted(calls)
 
 
-def target_record(target: Target) -> dict[str, Any]:
-    """What the runtime needs to decide whether this machine can run the code."""
+def target_record(target: Target, toolchain: Mapping[str, Any]) -> dict[str, Any]:
+    """What the runtime needs to decide whether this machine can run the code. `min_driver` as CUDA counts (13000 is
+    13.0): an object of ELF ABI 8 is refused by older drivers.
+    """
     known = asdict(target)
-    return {k: known[k] for k in ("name", "kind", "arch", "match")}
+    record = {k: known[k] for k in ("name", "kind", "arch", "match")}
+    if target.kind == "cuda":
+        record["min_driver"] = 13000 if toolchain.get("elf_abi", 0) >= 8 else 12040
+    return record
 
 
 def package(work: Work, library_versions: Mapping[str, str]) -> tuple[dict[str, Any], bytes]:
@@ -104,7 +109,7 @@ def package(work: Work, library_versions: Mapping[str, str]) -> tuple[dict[str, 
             "interface": digest,
             "text": text.to_json(work.blueprint),
         },
-        "target": target_record(work.target),
+        "target": target_record(work.target, built.toolchain),
         "pipeline": work.pipeline,
         "objective": work.objective,
         "version": version,
