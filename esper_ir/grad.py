@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from esper_ir.diagnostics import EsperError
+from esper_ir.expand import expand
 from esper_ir.graph import Graph, Node
 from esper_ir.graphbuilder import GraphBuilder, replay
-from esper_ir.opdef import NotDifferentiable, Val
-from esper_ir.registry import lookup
+from esper_ir.opdef import ByExpansion, NotDifferentiable, Val
+from esper_ir.registry import OPS, lookup
 from esper_ir.types import TensorType
+
+NAMED = frozenset(name for name, op in OPS.items() if not isinstance(op.vjp, ByExpansion))
+"""Operators that reverse mode sees whole."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class _Reverse:
         if not any(wanted) or all(g is None for g in given):
             return
         rule = lookup(node.op).vjp
+        assert not isinstance(rule, ByExpansion), f"{node.op} was not expanded"
         if isinstance(rule, NotDifferentiable):
             hint = "take its input out of `differentiable`, or keep it off the path"
             raise EsperError("E0401", f"{node.op} has no gradient: {rule.reason}", node=node.id, hint=hint)
@@ -97,6 +102,7 @@ def joint(graph: Graph, wanted: Sequence[str]) -> Joint:
     gradient.
     """
     _check(graph, wanted)
+    graph = expand(graph, keep=NAMED)
     dependent = _dependent(graph, wanted)
     builder, values = replay(graph)
     types: Mapping[str, TensorType] = graph.types

@@ -136,6 +136,11 @@ class NotDifferentiable:
 
 
 @dataclass(frozen=True)
+class ByExpansion:
+    """A composite whose gradient is that of its expansion."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One test case: operand types (static shapes) or numbers, attributes, bounds of the random values."""
 
@@ -166,7 +171,7 @@ class OpDef:
     name: str
     infer: InferRule
     reference: Callable[[Sequence[Any], Attrs], tuple[Any, ...]]
-    vjp: VjpRule | NotDifferentiable
+    vjp: VjpRule | NotDifferentiable | ByExpansion
     lowering: Lowering
     samples: tuple[Sample, ...]
     arity: tuple[int, int]
