@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from esper_ir.diagnostics import Rejected
 from esper_ir.graph import Node
-from forge.groups import Group, Matcher, lowering_kind
+from forge.groups import Group, Matcher, everywhere, lowering_kind
 from forge.views import View
 
 
@@ -101,7 +101,7 @@ class Fuser:
                 return None
             made.contraction = node
             made.nodes.append(node)
-            made.placements[node.id] = tuple(range(len(made.space)))
+            made.placements[node.id] = everywhere(made.space)
         for node in nodes:
             if node is made.contraction:
                 continue

@@ -67,6 +67,11 @@ def right_aligned(shape: tuple[Dim, ...], space: tuple[Dim, ...]) -> Placement |
     return tuple(out)
 
 
+def everywhere(space: tuple[Dim, ...]) -> Placement:
+    """Placement of a value that has the shape of the space."""
+    return tuple(None if size == ONE else axis for axis, size in enumerate(space))
+
+
 class Matcher:
     """Decides whether a node can join a group, over one graph whose constants (`full`) are folded into their users."""
 
@@ -116,7 +121,10 @@ class Matcher:
         """Axes that no operand inside the group fixes are aligned at the right."""
         lead = len(group.space) - len(shape)
         for axis, size in enumerate(shape):
-            if size == ONE or out[axis] is not None:
+            found = out[axis]
+            if found is not None and group.space[found] != size:
+                return Rejected("space", f"{node.id} is wider than the group along axis {axis}")
+            if size == ONE or found is not None:
                 continue
             at = lead + axis
             if at < 0 or group.space[at] != size or at in out:

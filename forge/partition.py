@@ -13,7 +13,7 @@ from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Opaque
 from esper_ir.registry import OPS
 from forge.fuse import Fuser
-from forge.groups import Group, Matcher, lowering_kind
+from forge.groups import Group, Matcher, everywhere, lowering_kind
 from forge.target import Target
 from forge.templates.choice import own_matmul
 from forge.views import View, views
@@ -122,7 +122,7 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
     if kind == "contraction":
         group.contraction = node
         group.nodes.append(node)
-        group.placements[node.id] = tuple(range(len(group.space)))
+        group.placements[node.id] = everywhere(group.space)
         chosen = own_matmul(node, matcher.graph, out.views, target)
         if isinstance(chosen, Rejected):
             out.externs.add(node.id)
@@ -138,7 +138,6 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
 
 def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
     """A movement that needs a copy, or a reduction over axes that are neither leading nor trailing."""
-    rank = len(group.space)
     if why.code == "combine":
         raise EsperError("E0530", f"no template lowers {node.op}: {why.reason}", node=node.id)
     if lowering_kind(node) == "reduction":
@@ -147,7 +146,7 @@ def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
             hint="permute the operand so that the reduced axes are the last ones",
         )  # fmt: skip
     group.nodes.append(node)
-    group.placements[node.id] = tuple(range(rank))
+    group.placements[node.id] = everywhere(group.space)
 
 
 def _ordered(groups: list[Group], known: dict[str, View]) -> list[Group]:

@@ -114,7 +114,7 @@ def _owned(
         nodes.append(replace(node, inputs=inputs))
     names: list[str] = []
     for name in outputs:
-        whole = name in shared or (name in made and known[name].base == name and not numbers(name))
+        whole = name in shared or (name in made and lowering_kind(made[name]) not in ("movement", "creation"))
         again = outputs[: len(names)].count(name) if apart else 0
         names.append(copy(name, again) if again or not whole else name)
     return replace(graph, nodes=tuple(nodes)), tuple(names)
