@@ -148,18 +148,14 @@ class ForkServer:
         on_event: Callable[[Event], None] | None = None,
     ) -> Ending:
         """Run `target` ("gauntlet.module:function") in a fresh worker and wait for its end."""
-        self.start()
-        assert self._channel is not None
         files = [os.memfd_create(name) for name in ("arguments", "output", "spill")]
         watch_read, watch_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         status_read, status_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(watch_write, True)
         try:
             _write_all(files[0], arguments)
-            os.lseek(files[0], 0, os.SEEK_SET)
             request = json.dumps({"target": target, "limits": limits.request()}).encode()
-            passed = [files[0], watch_write, files[1], files[2], status_write]
-            socket.send_fds(self._channel, [request], passed)
+            self._send(request, [files[0], watch_write, files[1], files[2], status_write])
             os.close(watch_write)
             os.close(status_write)
             watch = _Watch(watch_read, status_read, limits, on_event)
@@ -167,6 +163,18 @@ class ForkServer:
         finally:
             for fd in (*files, watch_read, status_read):
                 os.close(fd)
+
+    def _send(self, request: bytes, descriptors: list[int]) -> None:
+        """To a server that may have died a moment ago: then to a new one."""
+        os.lseek(descriptors[0], 0, os.SEEK_SET)
+        self.start()
+        assert self._channel is not None
+        try:
+            socket.send_fds(self._channel, [request], descriptors)
+        except OSError:
+            self.close()
+            self.start()
+            socket.send_fds(self._channel, [request], descriptors)
 
 
 def _environment() -> dict[str, str]:
