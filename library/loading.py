@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from library import dsse, rows
-from library.blobs import Blobs
+from library.backends import BlobStore
 from library.canon import sha256_hex
 from library.errors import fail
 from library.index import Index
@@ -31,7 +31,7 @@ from library.trust import TrustDocument, TrustStore
 
 
 def load_artifact(
-    index: Index, blobs: Blobs, trust: TrustStore, artifact_id: str, *, allow_unvalidated: bool
+    index: Index, blobs: BlobStore, trust: TrustStore, artifact_id: str, *, allow_unvalidated: bool
 ) -> LoadedArtifact:
     """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING and REJECTED under the compiler's
     signature."""

@@ -61,7 +61,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def contents(home: Path) -> dict[str, bytes]:
-    """Every file below a directory, for comparing. SQLite's shared memory and an empty log are not content."""
+    """Every file below a directory, to compare; SQLite's shared memory and an empty log are not content."""
     return {
         str(path.relative_to(home)): path.read_bytes()
         for path in sorted(home.rglob("*"))

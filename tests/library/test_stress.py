@@ -51,20 +51,23 @@ def storm(place: Path, *, writers: int, kills: int, seconds: float) -> Counter[s
     return total
 
 
+def _promise(lib: Library, what: str, artifact_id: str, digest: str = "") -> Counter[str]:
+    """One line of a journal against the library."""
+    record = rows.artifact(lib.index, artifact_id)
+    if record is None:
+        return Counter(lost=1)
+    wrong = bool(digest) and record.digest != digest
+    lost = what == "proven" and record.state not in (VALIDATED, ARCHIVED)
+    return Counter(promised=1, wrong=int(wrong), lost=int(lost))
+
+
 def lacks(place: Path) -> Counter[str]:
     """What the journals of the processes say is durable, against what the library has."""
     counts: Counter[str] = Counter()
     with Library.open(place / "library", trust=place / "keys") as lib:
         for file in place.glob("done-*"):
             for line in file.read_text().splitlines():
-                what, artifact_id, *digest = line.split()
-                record = rows.artifact(lib.index, artifact_id)
-                counts["lost"] += record is None
-                if record is None:
-                    continue
-                counts["wrong"] += bool(digest) and record.digest != digest[0]
-                counts["lost"] += what == "proven" and record.state not in (VALIDATED, ARCHIVED)
-                counts["promised"] += 1
+                counts.update(_promise(lib, *line.split()))
         findings = verify_library(lib, lib.artifacts(), contents=True).findings
         counts["wrong"] += len(findings) + len(history.audit(lib).findings)
         with lib.index.write():
