@@ -128,7 +128,7 @@ def bench_table() -> str:
     """Device and wall times of the newest results file per card, forward and backward together."""
     newest: dict[str, dict[str, Any]] = {}
     for path in sorted((ROOT / "bench" / "results").glob("blocks-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if result["date"] >= newest.get(result["card"], result)["date"]:
             newest[result["card"]] = result
     if not newest:

@@ -57,7 +57,9 @@ def _resolve(node: ast.ImportFrom, path: Path) -> str:
 
 def _is_module(name: str) -> bool:
     where = ROOT.joinpath(*name.split("."))
-    return where.with_suffix(".py").exists() or (where.is_dir() and any(where.glob("*.py")))
+    if where.is_dir():
+        return any(where.glob("*.py"))
+    return any(where.parent.glob(f"{where.name}.*"))  # .py, or the source or binary of an extension
 
 
 def _targets(node: ast.Import | ast.ImportFrom, path: Path) -> list[str]:
