@@ -269,6 +269,47 @@ def test_mixed_types_are_computed_where_torch_computes_them() -> None:
     assert torch.equal(data["less"], data["i"] < 0.5)
 
 
+def test_one_value_in_several_types() -> None:
+    """Each store rounds for itself; a value rounded to one 16-bit type is not thereby one of the other."""
+    b = Builder("several", ("n",))
+    x = b.load("x", F32)
+    short = b.compute(prim("mul", Arg(0), 1.1), (x,), BF16)
+    wide = b.compute(prim("mul", Arg(0), 1.1), (x,), F32)
+    for buffer, value, dtype in (
+        ("a", short, BF16),
+        ("b", short, DType.float16),
+        ("c", wide, F32),
+        ("d", wide, BF16),
+        ("e", wide, DType.float16),
+        ("f", short, F32),
+    ):
+        b.store(value, buffer, dtype)
+    plan = b.plan(PointTile(16, 1), ("n",))
+    native, plain = both(plan, library((plan,)), {"n": 1000})
+    assert all(torch.equal(native[name], plain[name]) for name in plan.buffers)
+    assert not torch.equal(native["f"], native["c"])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, DType.float64, DType.int32, DType.uint8])
+def test_every_reduction(dtype: DType) -> None:
+    """Rows that are all negative or all positive tell a wrong start value from a right one."""
+    kinds = ("sum", "max", "min") if dtype.is_floating else ("sum", "max", "min", "prod")
+    b = Builder("reductions", ("m", 37))
+    loaded = b.load("x", dtype)
+    for combine in kinds:
+        b.store(b.reduce(loaded, combine), combine, dtype.compute, "r")
+    plan = b.plan(RowTile(1, 2, 64, 1), ("m",))
+    data = {"x": torch.randint(2, 9, (4, 37)).to(torch_dtype(dtype))}
+    data["x"][::2] *= 1 if dtype is DType.uint8 else -1
+    data |= {k: torch.zeros(4, dtype=torch_dtype(dtype.compute)) for k in kinds}
+    call(library((plan,)), plan, data, {"m": 4})
+    x = data["x"].to(torch_dtype(dtype.compute))
+    assert torch.equal(data["max"], x.amax(1)) and torch.equal(data["min"], x.amin(1))
+    assert torch.equal(data["sum"], x.sum(1, dtype=x.dtype))
+    if "prod" in kinds:
+        assert torch.equal(data["prod"], x.prod(1, dtype=x.dtype))
+
+
 # Rules
 
 
