@@ -125,23 +125,39 @@ def example() -> str:
 
 
 def bench_table() -> str:
-    """Device and wall times of the newest results file per card, forward and backward together."""
-    newest: dict[str, dict[str, Any]] = {}
-    for path in sorted((ROOT / "bench" / "results").glob("blocks-*.json")):
+    """Times and figures of the newest results file per bench and card."""
+    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if result["date"] >= newest.get(result["card"], result)["date"]:
-            newest[result["card"]] = result
+        key = result["bench"], result["card"]
+        if result["date"] >= newest.get(key, result)["date"]:
+            newest[key] = result
     if not newest:
         return "No measurement is committed yet.\n"
-    return "\n".join(_card_table(result) for _, result in sorted(newest.items()))
+    tables = [_card_table(result) for _, result in sorted(newest.items()) if result.get("rows")]
+    tables += [_figures(result) for _, result in sorted(newest.items()) if result.get("figures")]
+    return "\n".join(tables)
+
+
+def _head(result: dict[str, Any]) -> str:
+    when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
+    return f"{result['bench']} on {result['card']}, torch {result['versions']['torch']}, {when}"
+
+
+def _figures(result: dict[str, Any]) -> str:
+    lines = [f"{_head(result)}\n", "| figure | value | target | met |", "|---|---|---|---|"]
+    for name, row in result["figures"].items():
+        met = {True: "yes", False: "no"}.get(row.get("met"), "-")
+        target = "-" if row.get("target") is None else f"{row['target']:g} {row['unit']}"
+        value = "not measured" if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
+        lines.append(f"| {name} | {value} | {target} | {met} |")
+    return "\n".join(lines) + "\n"
 
 
 def _card_table(result: dict[str, Any]) -> str:
-    when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
-    head = f"{result['card']}, torch {result['versions']['torch']}, {when}"
     rows = [row for row in result["rows"] if row["phase"] == "fb" and row.get("mode", "plain") == "plain"]
     impls = list(dict.fromkeys(row["impl"] for row in rows))
-    lines = [f"{head}; device / wall ms, forward and backward\n"]
+    lines = [f"{_head(result)}; device / wall ms, forward and backward\n"]
     lines += ["| block | floor | " + " | ".join(impls) + " |", "|---" * (len(impls) + 2) + "|"]
     for key in dict.fromkeys((row["block"], row["size"], row["dtype"]) for row in rows):
         cells = {row["impl"]: row for row in rows if (row["block"], row["size"], row["dtype"]) == key}
@@ -154,7 +170,8 @@ def _card_table(result: dict[str, Any]) -> str:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None or not row.get("correct", True):
         return "-" if row is None else "wrong"
-    return f"{row['dev_ms']:.3f} / {row['wall_ms']:.3f}"
+    times = (row.get("dev_ms"), row.get("wall_ms"))
+    return " / ".join("-" if time is None else f"{time:.3f}" for time in times)
 
 
 def between(text: str, mark: str, body: str) -> str:
