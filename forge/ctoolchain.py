@@ -32,6 +32,7 @@ FLAGS = (
     "-nostartfiles", "-Wl,--build-id=none", "-Wl,--as-needed", "-Wl,--hash-style=gnu", "-Wl,-z,noexecstack",
     "-Wl,-z,relro",
 )  # fmt: skip
+GCC_ONLY = ("-fno-tree-pre", "-fno-thread-jumps")
 VECTOR_BITS = {64: 512, 32: 256}
 
 
@@ -77,9 +78,14 @@ def _scrubbed() -> dict[str, str]:
     return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
 
 
-def flags_of(target: Target) -> tuple[str, ...]:
-    """Every option that shapes the code for a target."""
-    return (*FLAGS, f"-march={target.arch}", f"-mprefer-vector-width={VECTOR_BITS[target.vector_bytes]}")
+def flags_of(target: Target, version: str = "gcc") -> tuple[str, ...]:
+    """Every option that shapes the code for a target. clang's OpenMP needs a runtime of its own beside torch's:
+    its objects run on the calling thread.
+    """
+    chosen = FLAGS
+    if "clang" in version:
+        chosen = tuple("-fopenmp-simd" if f == "-fopenmp" else f for f in FLAGS if f not in GCC_ONLY)
+    return (*chosen, f"-march={target.arch}", f"-mprefer-vector-width={VECTOR_BITS[target.vector_bytes]}")
 
 
 def compile_c(
@@ -91,11 +97,12 @@ def compile_c(
     Raises E0520 without a compiler, E0521 with its messages when it refuses the text, E0831 past `seconds`.
     """
     chosen = find_compiler(compiler)
-    flags = flags_of(target)
+    version = compiler_version(chosen)
+    flags = flags_of(target, version)
     request = {"compiler": str(chosen), "flags": list(flags), "text": text, "seconds": seconds}
     limits = Limits(seconds=seconds, memory_bytes=4 << 30, readable=(str(chosen.resolve().parent),))
     answer = ask("forge.c_worker", request, limits)
     if "error" in answer.value:
         raise EsperError("E0521", "the C compiler refused generated code", hint=answer.value["error"])
     data = base64.b64decode(answer.value["data"])
-    return CompiledObject(data, compiler_version(chosen), flags, answer.value["seconds"], answer.level)
+    return CompiledObject(data, version, flags, answer.value["seconds"], answer.level)

@@ -157,15 +157,15 @@ class _Kept:
     @staticmethod
     def choose(text: Text, sweeps: Sequence[Phase], tile: RowTile) -> _Kept:
         """Costly values needed by more than one sweep, where whole rows fit the tile and a thread's stack."""
-        width = text.plan.cols.static or tile.block_cols
+        width = text.plan.cols.static  # a symbolic width may exceed the tile's at run time
         uses: dict[str, list[int]] = {}
         for number, phase in enumerate(sweeps):
             for stmt in phase.full:
                 if isinstance(stmt, Compute) and _is_costly(stmt):
                     uses.setdefault(stmt.name, []).append(number)
         names = [name for name, at in uses.items() if len(at) > 1]
-        if width > tile.block_cols or width * 8 * len(names) > KEPT_BYTES:
-            names = []
+        if width is None or width > tile.block_cols or width * 8 * len(names) > KEPT_BYTES:
+            names, width = [], 0
         arrays = {name: (f"k{i}", text.dtypes[name].compute) for i, name in enumerate(names)}
         return _Kept(arrays, width, {name: uses[name][0] for name in names})
 

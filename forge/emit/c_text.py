@@ -28,7 +28,13 @@ def braces(head: str, *parts: Iterable[str]) -> Lines:
 
 
 def identifier(text: str) -> str:
-    return re.sub(r"\W", "_", text)
+    """A name from a blueprint as part of a C identifier; names that differ stay different."""
+    return re.sub(r"[^0-9A-Za-z_]", lambda found: f"_{ord(found[0]):x}_", text)
+
+
+def comment(text: str) -> str:
+    """Text that may hold names from a blueprint, so that nothing in it can end the comment."""
+    return f"/* {text.replace('*', ' * ').replace('/', ' / ')} */"
 
 
 @dataclass
@@ -65,7 +71,7 @@ class Text:
     def opening(self) -> Lines:
         """The head of the function, its parameters and sizes."""
         plan, width = self.plan, "int64_t" if self.plan.wide else "int32_t"
-        lines = [f"/* {line} */" for line in str(plan).splitlines()]
+        lines = [comment(line) for line in str(plan).splitlines()]
         lines += [
             '__attribute__((visibility("default")))',
             f"void {plan.name}(void *const *args, int64_t gx, int64_t gy, int64_t gz)",

@@ -84,6 +84,11 @@ def test_facts_are_recorded() -> None:
     assert compile_c(SOURCE, resolve("cpu-v4")).flags != done.flags
 
 
+def test_clang_objects_need_no_second_openmp() -> None:
+    flags = flags_of(TARGET, "Debian clang version 14.0.6")
+    assert "-fopenmp" not in flags and "-fopenmp-simd" in flags and "-ffp-contract=off" in flags
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(EsperError, match="E0521") as refused:
         compile_c("void f(void) { this is no C; }", TARGET)

@@ -330,6 +330,33 @@ def test_costly_values_are_computed_once_per_element() -> None:
     assert emit(short, resolve("cpu")).count("exp_f(") > 2, "rows longer than the tile are not kept"
 
 
+def test_a_symbolic_width_is_never_kept_on_the_stack() -> None:
+    """The array would be as wide as the tile, the row as wide as the caller likes."""
+    b = Builder("wide", ("m", "n"))
+    x = b.load("x", F32)
+    e = b.compute(prim("exp", Arg(0)), (x,), F32)
+    b.store(b.compute(prim("div", Arg(0), Arg(1)), (e, b.reduce(e)), F32), "y", F32)
+    plan = b.plan(RowTile(1, 2, 16, 1), ("m", "n"))
+    assert "float k0[" not in emit(plan, resolve("cpu"))
+    native, plain = both(plan, library((plan,)), {"m": 3, "n": 300})
+    torch.testing.assert_close(native["y"], plain["y"], rtol=1e-6, atol=0)
+
+
+def test_names_from_a_blueprint_cannot_leave_their_place() -> None:
+    hostile = 'x*/ int evil(void) { return 1; } /*\n"\\'
+    b = Builder("hostile", ("n",))
+    b.store(b.compute(prim("neg", Arg(0)), (b.load(hostile, F32),), F32), "é y", F32)
+    plan = b.plan(PointTile(16, 1), ("n",))
+    text = emit(plan, resolve("cpu"))
+    assert all(
+        line.count("*/") == 1 and line.endswith("*/") for line in text.splitlines() if "evil" in line[:40]
+    )
+    data = {hostile: torch.ones(5), "é y": torch.zeros(5)}
+    code = library((plan,))
+    call(code, plan, data, {"n": 5})
+    assert bool((data["é y"] == -1).all()) and not hasattr(code, "evil")
+
+
 def test_same_bits_with_any_number_of_threads_and_vector_width() -> None:
     made = tuple(
         renamed(FAMILIES[name](192, dtype), f"{name}_{dtype.value}")
