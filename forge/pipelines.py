@@ -52,7 +52,9 @@ def _plain(graph: Graph, apart: bool = False) -> Graph:
 
 
 def differentiate(work: Work) -> Work:
-    """Reverse mode on the graph: one joint graph of forward and gradients."""
+    """Reverse mode on the graph as written: composites give their own gradients (softmax from its result, norms from
+    their statistics), then the joint graph of forward and gradients becomes primitives.
+    """
     assert work.graph is not None
     wanted = work.blueprint.differentiable
     if wanted is None:
@@ -149,8 +151,8 @@ def pack_artifact(work: Work) -> Work:
 
 FRONT: tuple[Step, ...] = (
     ("check", check),
-    ("canonicalise", canonicalise),
     ("differentiate", differentiate),
+    ("canonicalise", canonicalise),
     ("save", save),
     ("plan", plan),
 )
