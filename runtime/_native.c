@@ -3,6 +3,7 @@
  * segment(words: bytes) -> capsule       the layout is that of runtime.dispatch.encode
  * launch(capsule, stream: int, slots: list) -> None | (code, number)
  * counts(capsule) -> list[int]           how often each choice of each launch was taken
+ * lookup(hot, tensors, types, grad)      the plan that a call of this signature took before
  *
  * Slots are tensors (asked for data_ptr()) or integers. Only CPython's limited API and no torch header is used: one
  * binary serves every Python from 3.11 and every torch. The driver's functions arrive as addresses.
@@ -43,7 +44,7 @@ typedef struct {
     step *steps;
 } segment;
 
-static PyObject *data_ptr;
+static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape;
 static void *null_argument = NULL;
 
 static void release(segment *s) {
@@ -230,6 +231,66 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return Py_None;
 }
 
+/* 1 when the tensor is of a plain class and of this dtype and device, dense; 0 when not; -1 Python error. */
+static int is_plain(PyObject *t, PyObject *dtype, PyObject *classes, long index) {
+    Py_ssize_t n = PyTuple_Size(classes), i = 0;
+    while (i < n && (PyObject *)Py_TYPE(t) != PyTuple_GetItem(classes, i)) i++;
+    if (i == n) return 0;
+    PyObject *value = PyObject_GetAttr(t, name_dtype);
+    if (!value) return -1;
+    int same = value == dtype;
+    Py_DECREF(value);
+    if (!same) return 0;
+    if (!(value = PyObject_CallMethodObjArgs(t, name_device, NULL))) return -1;
+    same = PyLong_AsLong(value) == index;
+    Py_DECREF(value);
+    if (!same) return 0;
+    if (!(value = PyObject_CallMethodObjArgs(t, name_contiguous, NULL))) return -1;
+    same = value == Py_True;
+    Py_DECREF(value);
+    return same;
+}
+
+static int wants_grad(PyObject *t) {
+    PyObject *value = PyObject_GetAttr(t, name_grad);
+    if (!value) return -1;
+    int found = value == Py_True;
+    Py_DECREF(value);
+    return found;
+}
+
+/* lookup(hot: dict, tensors: list, (dtypes, classes, device index), grad: bool) -> what is stored, or None. As
+ * runtime.functions.python_lookup. */
+static PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyDict_Check(args[0]) || !PyList_Check(args[1]) || !PyTuple_Check(args[2]) ||
+        PyTuple_Size(args[2]) != 3) {
+        PyErr_SetString(PyExc_TypeError, "lookup(hot, tensors: list, types, grad)");
+        return NULL;
+    }
+    PyObject *tensors = args[1], *dtypes = PyTuple_GetItem(args[2], 0), *classes = PyTuple_GetItem(args[2], 1);
+    long index = PyLong_AsLong(PyTuple_GetItem(args[2], 2));
+    Py_ssize_t n = PyList_Size(tensors);
+    int grad = args[3] == Py_True, asked = 0, ok = n == PyTuple_Size(dtypes);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *key = PyTuple_New(ok ? n : 0), *pair = NULL;
+    if (!key) return NULL;
+    for (Py_ssize_t i = 0; ok == 1 && i < n; i++) {
+        PyObject *t = PyList_GetItem(tensors, i);
+        ok = is_plain(t, PyTuple_GetItem(dtypes, i), classes, index);
+        if (ok == 1 && grad && !asked && (asked = wants_grad(t)) < 0) ok = -1;
+        if (ok != 1) break;
+        PyObject *shape = PyObject_GetAttr(t, name_shape);
+        if (!shape || PyTuple_SetItem(key, i, shape)) ok = -1;
+    }
+    if (ok == 1) pair = PyDict_GetItemWithError(args[0], key);
+    Py_DECREF(key);
+    if (ok < 0 || PyErr_Occurred()) return NULL;
+    PyObject *found = pair && PyList_Check(pair) ? PyList_GetItem(pair, asked) : Py_None;
+    if (!found) return NULL;
+    Py_INCREF(found);
+    return found;
+}
+
 static PyObject *counts(PyObject *self, PyObject *capsule) {
     segment *s = PyCapsule_GetPointer(capsule, NAME);
     if (!s) return NULL;
@@ -247,6 +308,7 @@ static PyObject *counts(PyObject *self, PyObject *capsule) {
 static PyMethodDef methods[] = {
     {"segment", make_segment, METH_O, "capsule of an encoded segment"},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch a segment on a stream"},
+    {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL, "the plan known for a call, or None"},
     {"counts", counts, METH_O, "how often each choice was taken"},
     {NULL, NULL, 0, NULL},
 };
@@ -255,5 +317,10 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__native(void) {
     data_ptr = PyUnicode_InternFromString("data_ptr");
-    return data_ptr ? PyModule_Create(&module) : NULL;
+    name_dtype = PyUnicode_InternFromString("dtype");
+    name_device = PyUnicode_InternFromString("get_device");
+    name_contiguous = PyUnicode_InternFromString("is_contiguous");
+    name_grad = PyUnicode_InternFromString("requires_grad");
+    name_shape = PyUnicode_InternFromString("shape");
+    return PyErr_Occurred() ? NULL : PyModule_Create(&module);
 }

@@ -17,13 +17,12 @@ from esper_ir.diagnostics import EsperError
 from runtime import functions, parameters
 from runtime.eager import twin_of
 from runtime.errors import fail
-from runtime.executor import Counters, Program
-from runtime.functions import State
+from runtime.executor import Counters, Program, Ready
+from runtime.functions import PLAIN, State, lookup
 from runtime.loader import Entry, load_entry, mark_faulty
 from runtime.operators import enrol, mask_of
 
 log = logging.getLogger("esper.runtime")
-PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 DISPATCH = ("auto", "op")
 FALLBACK = ("error", "eager")
 # What the eager twin may answer instead, when the caller opted in: sizes, buckets and variants that are
@@ -144,9 +143,6 @@ class Block(nn.Module):
         if _is_compiling() or self._dispatch == "op" or _modes():
             return self._by_operator(inputs)
         tensors = [*inputs, *self._own()] if self._own_names else list(inputs)
-        for tensor in tensors:
-            if tensor.__class__ not in PLAIN:
-                return self._special(tensors)
         if _transforms() or forward_ad._current_level >= 0:
             raise self._no_transform()
         if _profiler._is_profiler_enabled:
@@ -170,25 +166,19 @@ class Block(nn.Module):
         return getattr(self.get_submodule(path), name)
 
     def _call(self, tensors: list[Tensor]) -> Any:
+        state = self._state
         try:
             if self._index >= 0 and _current_device() != self._index:
                 return self._elsewhere(tensors)
-            return self._run(self._state, tensors)
+            grad = torch.is_grad_enabled()
+            found = lookup(state.memo.hot, tensors, state.types, grad)
+            if found is None:
+                if any(t.__class__ not in PLAIN for t in tensors):
+                    return self._special(tensors)
+                found = state.choose(tensors, grad)
+            return _launch(state, found, tensors)
         except EsperError as error:
             return self._instead(error, tensors)
-
-    def _run(self, state: State, tensors: list[Tensor]) -> Any:
-        if torch.is_grad_enabled():
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    return functions.call(state, *tensors)
-        program = state.program
-        dims = program.admit(tensors, state.counters)
-        ready = state.ready("inference", dims)
-        slots = ready(tensors)
-        state.counters.launches += ready.launches
-        outputs = ready.layout.outputs
-        return slots[outputs[0]] if len(outputs) == 1 else tuple([slots[i] for i in outputs])
 
     def _elsewhere(self, tensors: list[Tensor]) -> Any:
         """Tensors on a card that is not the current one, or another than the block was loaded on."""
@@ -199,7 +189,8 @@ class Block(nn.Module):
             self._state, self._index = State(entry.program, self._counters, self._debug), index
             enrol(entry.program)
         with torch.cuda.device(self._index):
-            return self._run(self._state, tensors)
+            grad = torch.is_grad_enabled()
+            return _launch(self._state, self._state.choose(tensors, grad), tensors)
 
     def _by_operator(self, inputs: Iterable[Tensor]) -> Any:
         return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
@@ -215,6 +206,8 @@ class Block(nn.Module):
         ones are refused."""
         for tensor in tensors:
             kind = type(tensor)
+            if not isinstance(tensor, Tensor):
+                raise fail("E0818", f"{kind.__name__} where {self._name} takes a tensor", node=self._name)
             if kind.__name__ in ("DTensor", "NestedTensor", "GradTrackingTensor"):
                 raise fail(
                     "E0818",
@@ -279,6 +272,17 @@ class Block(nn.Module):
             "tags": [],
             "plan_digest": self.plan_digest(),
         }
+
+
+def _launch(state: State, found: tuple[Ready, bool], tensors: list[Tensor]) -> Any:
+    """Run the chosen plan: in a graph, or alone."""
+    ready, asked = found
+    if asked:
+        return functions.call(state, ready, *tensors)
+    slots = ready(tensors)
+    state.counters.launches += ready.launches
+    outputs = ready.layout.outputs
+    return slots[outputs[0]] if len(outputs) == 1 else tuple([slots[i] for i in outputs])
 
 
 class FunctionalBlock(Block):

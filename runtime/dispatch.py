@@ -276,6 +276,11 @@ def native_available() -> bool:
     return _native is not None and os.environ.get("ESPER_NATIVE", "1") != "0"
 
 
+def native_lookup() -> Callable[..., Any] | None:
+    """The C implementation of `runtime.functions.python_lookup`, when it is built and not switched off."""
+    return _native.lookup if _native is not None and native_available() else None
+
+
 def dispatcher(segment: Segment, driver: Driver | None, device: int, native: bool | None = None) -> Dispatch:
     """The faster implementation at hand; `native` forces one."""
     wanted = native_available() if native is None else native

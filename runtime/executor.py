@@ -221,7 +221,7 @@ class Program:
         index = self.index
         for tensor, dtype in zip(tensors, self.dtypes, strict=False):
             plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
-            if not plain or tensor.is_neg():
+            if not plain:
                 return self._admit_slowly(tensors, counters)
         return dims
 
@@ -234,7 +234,9 @@ class Program:
             zip(tensors, self.interface.inputs, self.dtypes, strict=True)
         ):
             tensors[at] = self.dense(tensor, dtype, spec.name, counters)
-        return self._known.put(shapes, dims)
+        if all(t.numel() != 1 for t in tensors):  # one element: contiguous, yet perhaps a lazily negated view
+            self._known.put(shapes, dims)
+        return dims
 
     def dense(
         self, tensor: Tensor, dtype: torch.dtype, name: str, counters: Counters | None = None

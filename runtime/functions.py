@@ -12,45 +12,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.dispatch import native_lookup
 from runtime.errors import fail
-from runtime.executor import Counters, Dims, Program, Ready
+from runtime.executor import READY_LIMIT, Counters, Dims, Program, Ready
+from runtime.memo import Memo
 from runtime.watch import Watched
 
 Mask = tuple[bool, ...]
+PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Classes whose tensors are what they seem; others dispatch, and take the operators."""
 
 
 class State:
-    """What one block gives to its calls: the program, its own counters, and which plan answers which
-    gradients."""
+    """What one block gives to its calls: the program, its own counters, and which plan answers which call."""
 
-    __slots__ = ("program", "counters", "ready", "_wanted", "_returns")
+    __slots__ = ("program", "counters", "ready", "memo", "types", "_debug", "_backward")
 
     def __init__(self, program: Program, counters: Counters, debug: bool = False) -> None:
-        self.program, self.counters = program, counters
+        self.program, self.counters, self._debug = program, counters, debug
         self.ready = _watching(program) if debug else program.ready
-        self._wanted: dict[Mask, tuple[str, ...]] = {}
-        self._returns: dict[tuple[Mask, tuple[int, ...]], tuple[int, ...]] = {}
+        self.types = (program.dtypes, PLAIN, program.index)
+        self.memo: Memo[Any, list[Any]] = Memo(READY_LIMIT)
+        self._backward: Memo[Any, tuple[Ready, tuple[int, ...]]] = Memo(READY_LIMIT)
+
+    def choose(self, tensors: list[Tensor], grad: bool) -> tuple[Ready, bool]:
+        """The plan for a call that `lookup` did not know, everything checked; and whether it needs a
+        graph. Tensors that are not dense are replaced in the list."""
+        asked = grad and any(t.requires_grad for t in tensors)
+        key = tuple([t.shape for t in tensors])
+        dims = self.program.admit(tensors, self.counters)
+        found = (self.ready("forward" if asked else "inference", dims), asked)
+        # A tensor of one element is contiguous under any stride, so it may be a lazily negated view:
+        # always look.
+        if self._debug or any(t.numel() == 1 for t in tensors):
+            return found
+        pair = self.memo.get(key)
+        if pair is None:
+            pair = self.memo.put(key, [None, None])
+        pair[asked] = found
+        return found
 
     def wanted(self, mask: Mask) -> tuple[str, ...]:
         """Names of the gradients asked for: `mask` per input of the interface."""
-        found = self._wanted.get(mask)
-        if found is None:
-            interface = self.program.interface
-            pairs = zip(interface.inputs, mask, strict=True)
-            found = tuple(s.name for s, asked in pairs if asked and s.name in interface.differentiable)
-            self._wanted[mask] = found
-        return found
+        interface = self.program.interface
+        pairs = zip(interface.inputs, mask, strict=True)
+        return tuple(s.name for s, asked in pairs if asked and s.name in interface.differentiable)
 
-    def returns(self, mask: Mask, ready: Ready) -> tuple[int, ...]:
-        """Per input of the interface the slot of its gradient, -1 for None."""
-        key = (mask, ready.layout.gradients)
-        found = self._returns.get(key)
-        if found is None:
-            slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))
-            pairs = zip(self.program.interface.inputs, mask, strict=True)
-            found = tuple(slot.get(s.name, -1) if asked else -1 for s, asked in pairs)
-            self._returns[key] = found
-        return found
+    def backward(self, mask: Mask, dims: Dims) -> tuple[Ready, tuple[int, ...]] | None:
+        """The plan that gives these gradients, and per input of the interface the slot of its gradient
+        (-1: None); None when no differentiable input asks."""
+        found = self._backward.get((mask, dims))
+        if found is not None:
+            return found
+        wanted = self.wanted(mask)
+        if not wanted:
+            return None
+        ready = self.ready("backward", dims, wanted)
+        slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))
+        names = [s.name for s in self.program.interface.inputs]
+        found = (ready, tuple(slot.get(n, -1) if m else -1 for n, m in zip(names, mask, strict=True)))
+        return found if self._debug else self._backward.put((mask, dims), found)
+
+
+def python_lookup(
+    hot: dict[Any, list[Any]],
+    tensors: list[Tensor],
+    types: tuple[tuple[torch.dtype, ...], tuple[type, ...], int],
+    grad: bool,
+) -> tuple[Ready, bool] | None:
+    """What `State.choose` found for such a call before; None when it must look. Also in
+    `runtime/_native.c`."""
+    dtypes, plain, index = types
+    asked = 0
+    for tensor, dtype in zip(tensors, dtypes, strict=False):
+        if tensor.__class__ not in plain or tensor.dtype is not dtype:
+            return None
+        if tensor.get_device() != index or not tensor.is_contiguous():
+            return None
+        asked = asked or (grad and tensor.requires_grad)
+    pair = hot.get(tuple([t.shape for t in tensors]))
+    return None if pair is None else pair[1 if asked else 0]
+
+
+lookup: Callable[..., tuple[Ready, bool] | None] = native_lookup() or python_lookup
 
 
 def _watching(program: Program) -> Callable[..., Ready]:
@@ -67,27 +111,24 @@ class Call(torch.autograd.Function):
     """`call(state, *tensors)`: forward plan now, the smallest backward plan that suffices later."""
 
     @staticmethod
-    def forward(ctx: Any, state: State, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, state: State, ready: Ready, *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        program = state.program
         slots: list[Any] = list(tensors)
-        dims = program.admit(slots, state.counters)
-        ready = state.ready("forward", dims)
         ready(slots)
         state.counters.launches += ready.launches
-        ctx.save_for_backward(*[slots[i] for i in ready.layout.saved])
-        ctx.call = (state, dims)
-        outputs = ready.layout.outputs
+        layout = ready.layout
+        ctx.save_for_backward(*[slots[i] for i in layout.saved])
+        ctx.call = (state, ready.dims)
+        outputs = layout.outputs
         return slots[outputs[0]] if len(outputs) == 1 else tuple([slots[i] for i in outputs])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         state, dims = ctx.call
-        mask = ctx.needs_input_grad[1:]
-        saved = ctx.saved_tensors
+        mask = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
-            return (None, *_refusing(state, dims, mask, saved, cotangents))
-        return (None, *differentiate(state, dims, mask, saved, cotangents))
+            return (None, None, *_refusing(state, dims, mask, ctx.saved_tensors, cotangents))
+        return (None, None, *differentiate(state, dims, mask, ctx.saved_tensors, cotangents))
 
 
 call = super(torch.autograd.Function, Call).apply  # type: ignore[misc]
@@ -101,15 +142,18 @@ def differentiate(
     cotangents: Sequence[Tensor | None],
 ) -> Sequence[Tensor | None]:
     """A gradient per input of the interface, None where not asked for or not differentiable."""
-    wanted = state.wanted(mask)
-    if not wanted or not any(c is not None for c in cotangents):
+    found = state.backward(mask, dims)
+    if found is None or all(c is None for c in cotangents):
         return [None] * len(mask)
-    program = state.program
-    ready = state.ready("backward", dims, wanted)
-    slots = program.backward_feeds(dims, saved, cotangents, state.counters)
+    ready, returns = found
+    slots: list[Any] = [*saved, *cotangents]
+    for tensor in slots:
+        if tensor is None or not tensor.is_contiguous() or tensor.is_neg():
+            slots = state.program.backward_feeds(dims, saved, cotangents, state.counters)
+            break
     ready(slots)
     state.counters.launches += ready.launches
-    return [slots[i] if i >= 0 else None for i in state.returns(mask, ready)]
+    return [slots[i] if i >= 0 else None for i in returns]
 
 
 def _refusing(
