@@ -79,8 +79,8 @@ def _scrubbed() -> dict[str, str]:
 
 
 def flags_of(target: Target, version: str = "gcc") -> tuple[str, ...]:
-    """Every option that shapes the code for a target. clang's OpenMP needs a runtime of its own beside torch's:
-    its objects run on the calling thread.
+    """Every option that shapes the code for a target. clang's OpenMP would bring a second runtime beside
+    torch's: its objects run on the calling thread.
     """
     chosen = FLAGS
     if "clang" in version:

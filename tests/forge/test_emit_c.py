@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -348,9 +349,7 @@ def test_names_from_a_blueprint_cannot_leave_their_place() -> None:
     b.store(b.compute(prim("neg", Arg(0)), (b.load(hostile, F32),), F32), "é y", F32)
     plan = b.plan(PointTile(16, 1), ("n",))
     text = emit(plan, resolve("cpu"))
-    assert all(
-        line.count("*/") == 1 and line.endswith("*/") for line in text.splitlines() if "evil" in line[:40]
-    )
+    assert "evil(" in text and "evil(" not in re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     data = {hostile: torch.ones(5), "é y": torch.zeros(5)}
     code = library((plan,))
     call(code, plan, data, {"n": 5})
