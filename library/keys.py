@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -58,6 +59,8 @@ def _read_private(place: Path) -> bytes:
             hint="`esper-library keys new` or `keys rotate`",
         ) from error
     except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EACCES, errno.EPERM):
+            raise os_error(error, "cannot open key", place) from error
         raise fail("E0753", f"cannot open key {place}: {error.strerror}", node=str(place)) from error
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(fd)

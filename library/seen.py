@@ -7,6 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json, parse_json
 from library.paths import make_private
 
@@ -18,7 +19,7 @@ def note(home: Path, origin: str, size: int, root: bytes) -> None:
     try:
         make_private(home / "seen")
         fd = os.open(home / "seen" / origin, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
+    except (OSError, EsperError):
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
