@@ -295,41 +295,73 @@ def _checked(manifest: LaunchManifest) -> LaunchManifest:
 
 
 def _decode_lazily(data: dict[str, Any], dims: frozenset[str]) -> LaunchManifest:
-    if data.keys() != {"interface", "plans", "kernels"} or data["plans"].__class__ is not list:
+    plans, kernels = data.get("plans"), data.get("kernels")
+    if (
+        data.keys() != {"interface", "plans", "kernels"}
+        or plans.__class__ is not list
+        or kernels.__class__ is not list
+    ):
         raise _Wrong(f"LaunchManifest with the keys {sorted(data)}")
-    kernels = _decoder(tuple[Kernel, ...])(data["kernels"], dims)
-    names = {k.name for k in kernels}
-    plans = tuple(LazyPlan.of(raw, dims, names, f"launch.plans[{i}]") for i, raw in enumerate(data["plans"]))
-    return LaunchManifest(_record(Interface)(data["interface"], dims), plans, kernels)
+    assert plans is not None and kernels is not None
+    made = tuple(_lazy(LazyKernel, raw, dims, f"launch.kernels[{i}]", None) for i, raw in enumerate(kernels))
+    names = {k.name for k in made}
+
+    def check(plan: Plan, where: str) -> None:
+        _check_plan(plan, names, where)
+
+    heads = tuple(_lazy(LazyPlan, raw, dims, f"launch.plans[{i}]", check) for i, raw in enumerate(plans))
+    return LaunchManifest(_record(Interface)(data["interface"], dims), heads, made)
 
 
 class LazyPlan(Plan):
     """A plan whose buffers and steps are decoded, and all of it checked, when they are first read."""
 
-    @classmethod
-    def of(cls, raw: Any, dims: frozenset[str], kernels: set[str], where: str) -> Plan:
-        """The head alone: what choosing a plan needs."""
-        decode = _record(Plan)
-        out = object.__new__(cls)
-        head = {"buffers": [], "steps": [], **raw} if raw.__class__ is dict else raw
-        if head.__class__ is not dict or "buffers" not in raw or "steps" not in raw:
-            raise _Wrong("a plan without buffers and steps")
-        out.__dict__.update(decode({**head, "buffers": [], "steps": []}, dims).__dict__)
-        del out.__dict__["buffers"], out.__dict__["steps"]
-        out.__dict__["_rest"] = (raw, dims, kernels, where)
-        return out
+    def __getattr__(self, name: str) -> Any:
+        return _rest(self, Plan, ("buffers", "steps"), name)
+
+
+class LazyKernel(Kernel):
+    """A kernel whose parameter table is decoded when it is first read."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("buffers", "steps"):
-            raise AttributeError(name)
-        raw, dims, kernels, where = self.__dict__["_rest"]
-        try:
-            whole = _record(Plan)(raw, dims)
-        except _Wrong as wrong:
-            raise _bad(where + "".join(reversed(wrong.path)), wrong.what) from None
-        _check_plan(whole, kernels, where)
-        self.__dict__["buffers"], self.__dict__["steps"] = whole.buffers, whole.steps
-        return self.__dict__[name]
+        return _rest(self, Kernel, ("params",), name)
+
+
+_LAZY = {LazyPlan: ("buffers", "steps"), LazyKernel: ("params",)}
+
+
+def _lazy(kind: Any, raw: Any, dims: frozenset[str], where: str, check: Any) -> Any:
+    """The record without its lazy fields."""
+    late = _LAZY[kind]
+    if raw.__class__ is not dict or not all(raw.get(name).__class__ is list for name in late):
+        raise _Wrong(f"{where} is no {kind.__mro__[1].__name__}")
+    out = object.__new__(kind)
+    values = out.__dict__
+    try:
+        values.update(_record(kind.__mro__[1])({**raw, **{name: [] for name in late}}, dims).__dict__)
+    except _Wrong as wrong:
+        wrong.path.append(where.removeprefix("launch"))
+        raise
+    for name in late:
+        del values[name]
+    values["_raw"] = (raw, dims, where, check)
+    return out
+
+
+def _rest(record: Any, kind: Any, late: tuple[str, ...], name: str) -> Any:
+    """Decode the whole record strictly and keep its lazy fields; the one asked for."""
+    if name not in late:
+        raise AttributeError(name)
+    raw, dims, where, check = record.__dict__["_raw"]
+    try:
+        whole = _record(kind)(raw, dims)
+    except _Wrong as wrong:
+        raise _bad(where + "".join(reversed(wrong.path)), wrong.what) from None
+    if check is not None:
+        check(whole, where)
+    for field in late:
+        record.__dict__[field] = getattr(whole, field)
+    return record.__dict__[name]
 
 
 _Decode = Callable[[Any, frozenset[str]], Any]

@@ -114,6 +114,7 @@ class Block(nn.Module):
         """What cannot be copied or pickled, from what can."""
         entry: Entry = self._handle.entry
         entry.pin(self)
+        entry.program.code.prime()
         self._state = State(entry.program, self._counters, self._debug)
         self._index = entry.program.index
         enrol(entry.program)
@@ -186,6 +187,7 @@ class Block(nn.Module):
         if index >= 0 and index != self._index:
             entry = self._handle.on(index)
             entry.pin(self)
+            entry.program.code.prime()
             self._state, self._index = State(entry.program, self._counters, self._debug), index
             enrol(entry.program)
         with torch.cuda.device(self._index):

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from library.launch import LaunchManifest
+from library.launch import Kernel, LaunchManifest
 from runtime.driver import Driver, Library, driver
 from runtime.errors import fail
 from runtime.mapped import Mapped
+
+
+class Handles(dict[str, int]):
+    """Function handles by kernel name, each made when it is first asked for.
+
+    Finding a kernel in a loaded library costs a fraction of a microsecond and is done at once for all; making
+    it launchable costs some 20, so that a program pays for the plans it runs. `prime` makes all.
+    """
+
+    def __init__(self, libraries: Mapping[str, Library], kernels: Sequence[Kernel]) -> None:
+        super().__init__()
+        self._found = {k.name: (libraries[k.blob], libraries[k.blob].find(k.entry), k) for k in kernels}
+
+    def __missing__(self, name: str) -> int:
+        library, found, kernel = self._found[name]
+        self[name] = handle = library.prime(found, kernel.entry, kernel.shared)
+        return handle
+
+    def prime(self) -> None:
+        for name in self._found:
+            _ = self[name]
 
 
 @dataclass
@@ -24,6 +45,11 @@ class Code:
     objects: tuple[Mapped | Library, ...]
     driver: Driver | None = None
     versions: Mapping[str, Any] = field(default_factory=dict)
+
+    def prime(self) -> None:
+        """Make every kernel launchable, so that nothing is left to load under a graph capture."""
+        if isinstance(self.address, Handles):
+            self.address.prime()
 
     def close(self) -> None:
         """Unmap and unload; the caller knows that nothing runs any more."""
@@ -51,7 +77,7 @@ def load_code(
     try:
         for blob in wanted:
             objects[blob] = _open(f"{name}/{blob}", blobs[blob], device, chosen)
-        address = {k.name: _resolve(objects[k.blob], k.entry, k.shared) for k in launch.kernels}
+        address = _addresses(objects, launch.kernels)
     except BaseException:
         for item in objects.values():
             item.close()
@@ -67,5 +93,9 @@ def _open(
     return Library(chosen, int(device.index or 0), name, data)
 
 
-def _resolve(item: Mapped | Library, entry: str, shared: int) -> int:
-    return item.address(entry) if isinstance(item, Mapped) else item.prime(entry, shared)
+def _addresses(objects: Mapping[str, Mapped | Library], kernels: Sequence[Kernel]) -> Mapping[str, int]:
+    libraries = {blob: item for blob, item in objects.items() if isinstance(item, Library)}
+    if libraries:
+        return Handles(libraries, kernels)
+    mapped = {blob: item for blob, item in objects.items() if isinstance(item, Mapped)}
+    return {k.name: mapped[k.blob].address(k.entry) for k in kernels}

@@ -143,10 +143,15 @@ class Library:
             "cuLibraryLoadData", self._data, None, None, 0, None, None, 0, node=name
         )
 
-    def prime(self, entry: str, shared: int) -> int:
-        """Launchable function handle of `entry` with `shared` bytes of dynamic shared memory allowed."""
+    def find(self, entry: str) -> int:
+        """The kernel of that name, not yet loaded. E0803 when there is none."""
+        return self.driver._get_pointer("cuLibraryGetKernel", self._handle, entry.encode(), node=entry)
+
+    def prime(self, kernel: int, entry: str, shared: int) -> int:
+        """Launchable handle of a kernel, its code on the device, `shared` bytes of dynamic shared memory
+        allowed."""
         driver = self.driver
-        kernel = driver._get_pointer("cuLibraryGetKernel", self._handle, entry.encode(), node=entry)
+        driver.enter(self.device)
         function = driver._get_pointer("cuKernelGetFunction", kernel, node=entry)
         if shared > SHARED_WITHOUT_OPTIN:
             limit = driver.attribute(MAX_SHARED_OPTIN, self.device)

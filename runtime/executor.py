@@ -405,7 +405,8 @@ class Program:
         return _Nothing() if self.index < 0 else torch.cuda.device(self.index)
 
     def prime(self) -> None:
-        """Bind every plan to the tuned sizes of its bucket, so that the first call finds it ready."""
+        """Make every kernel launchable and bind every plan to the tuned sizes of its bucket."""
+        self.code.prime()
         for plan in self.launch.plans:
             for dims in self._tuned(plan):
                 self.ready(plan.phase, dims, tuple(sorted(plan.wanted)))

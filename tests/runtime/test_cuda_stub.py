@@ -183,8 +183,11 @@ def test_loading_primes_every_kernel(stub: Stub) -> None:
     big = replace(a.KERNELS[0], shared=100_000)
     launch = LaunchManifest(a.INTERFACE, (), (big, *a.KERNELS[1:]))
     code = cuda_code(stub, launch)
-    assert stub.number("stub_loads").value == loads + 1
-    assert stub.number("stub_attributes").value == attributes + 1
+    assert stub.number("stub_loads").value == loads + 1 and not code.address
+    first = code.address[big.name]
+    assert stub.number("stub_attributes").value == attributes + 1 and len(code.address) == 1
+    code.prime()
+    assert code.address[big.name] == first and stub.number("stub_attributes").value == attributes + 1
     assert len(set(code.address.values())) == len(launch.kernels)
     before = stub.number("stub_unloads").value
     code.close()
@@ -198,7 +201,7 @@ def test_loading_errors_have_names(stub: Stub) -> None:
     absent = LaunchManifest(a.INTERFACE, (), (a.kernel("absent", "p"),))
     assert "CUDA_ERROR_NOT_FOUND" in refusal("E0803", cuda_code, stub, absent).message
     huge = LaunchManifest(a.INTERFACE, (), (replace(a.KERNELS[0], shared=1 << 20),))
-    refusal("E0802", cuda_code, stub, huge)
+    refusal("E0802", cuda_code(stub, huge).prime)
     lost = LaunchManifest(a.INTERFACE, (), (replace(a.KERNELS[0], blob="nowhere"),))
     refusal("E0809", cuda_code, stub, lost)
     refusal("E0801", Driver, "libnothere.so.9")

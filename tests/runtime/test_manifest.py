@@ -45,8 +45,11 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def read_all(data: Any) -> None:
-    for plan in from_json(data, lazy=True).plans:
+    lazy = from_json(data, lazy=True)
+    for plan in lazy.plans:
         _ = plan.steps
+    for kernel in lazy.kernels:
+        _ = kernel.params
 
 
 @MANIFESTS
