@@ -26,6 +26,7 @@ FAMILIES: dict[str, Callable[[int, DType], KernelPlan]] = {
     "rms_forward": P.rms_forward, "rms_backward": P.rms_backward, "layer_norm": P.layer_norm,
     "softmax": P.softmax, "bias_gelu": P.bias_gelu, "broadcast_point": P.broadcast_point,
 }  # fmt: skip
+GUARD = 5
 EXACT = ("rms_forward", "rms_backward", "layer_norm", "broadcast_point")
 
 
@@ -50,10 +51,18 @@ def memory(plan: KernelPlan, sizes: dict[str, int], seed: int = 0) -> dict[str, 
 
 
 def both(plan: KernelPlan, code: object, sizes: dict[str, int], seed: int = 0) -> tuple[dict, dict]:
-    """Buffers after the native kernel, and after the interpreter."""
-    native = memory(plan, sizes, seed)
-    plain = {k: v.clone() for k, v in native.items()}
+    """Buffers after the native kernel, and after the interpreter. The native ones lie at odd addresses
+    between guards, which must be as they were.
+    """
+    plain = memory(plan, sizes, seed)
+    guarded = {k: torch.cat([torch.full_like(v[:1], 77).expand(GUARD), v] * 2) for k, v in plain.items()}
+    native = {k: g[GUARD : GUARD + len(plain[k])] for k, g in guarded.items()}
+    before = {k: g.clone() for k, g in guarded.items()}
     call(code, plan, native, sizes)  # type: ignore[arg-type]
+    for name, after in guarded.items():
+        end = GUARD + len(plain[name])
+        assert torch.equal(after[:GUARD], before[name][:GUARD]), f"{plan.name}: written before {name}"
+        assert torch.equal(after[end:], before[name][end:]), f"{plan.name}: written behind {name}"
     run_plan(plan, plain, sizes, row_sum=interleaved_sum(LANES), libraries=False)
     return native, plain
 
