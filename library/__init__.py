@@ -1,2 +1,2 @@
-"""The library: blueprints, artifacts, verdicts and outcomes, stored so that nothing is lost and nothing
-unproven loads."""
+"""The library: blueprints, artifacts, verdicts and outcomes,
+stored so that nothing is lost and nothing unproven loads."""

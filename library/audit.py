@@ -1,5 +1,5 @@
-"""Looking for what went wrong: every check continues after the first finding and says what kind of wrong it
-is."""
+"""Looking for what went wrong: every check continues after the first
+finding and says what kind of wrong it is."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ class BlobStore(Protocol):
 
 
 class RowStore(Protocol):
-    """Rows under transactions: one writer at a time, all or nothing, durable at commit; readers see committed
-    rows."""
+    """Rows under transactions: one writer at a time, all or nothing, durable at commit;
+    readers see committed rows."""
 
     readonly: bool
 

@@ -1,5 +1,5 @@
-"""Immutable bytes named by their SHA-256: `objects/ab/cdef...`, published whole or not at all, checked when
-read."""
+"""Immutable bytes named by their SHA-256: `objects/ab/cdef...`, published whole or not at all,
+checked when read."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ class Blobs:
             return 0
 
     def remove(self, digest: str) -> int:
-        """Unlink an object; bytes freed, 0 when it was gone already. The caller holds the transaction that
-        decided."""
+        """Unlink an object; bytes freed, 0 when it was gone already.
+        The caller holds the transaction that decided."""
         name = f"{digest[:2]}/{digest[2:]}"
         try:
             size = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size

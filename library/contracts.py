@@ -45,8 +45,8 @@ class CompiledKernelArtifact:
 
 @dataclass(frozen=True)
 class UrabraskValidationReport:
-    """What the gauntlet writes down. `wep` is the weighted evaluation profile; an unmeasured field is
-    absent."""
+    """What the gauntlet writes down. `wep` is the weighted evaluation profile;
+    an unmeasured field is absent."""
 
     benchmark_results: Mapping[str, Any]
     generated_tags: tuple[str, ...]
@@ -62,8 +62,8 @@ class UrabraskValidationReport:
 
 @dataclass(frozen=True)
 class FieldReport:
-    """What became of an artifact in one training run. `outcome` is one of OUTCOMES; EXPOSED is use without
-    failure."""
+    """What became of an artifact in one training run. `outcome` is one of OUTCOMES;
+    EXPOSED is use without failure."""
 
     blueprint_id: str
     kernel_artifact_id: str
@@ -119,8 +119,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class KernelQueryResult:
-    """`matches` best first; with `explain`, `refused` holds some refusals and `reasons` counts all of
-    them."""
+    """`matches` best first; with `explain`, `refused` holds some
+    refusals and `reasons` counts all of them."""
 
     matches: tuple[KernelMatch, ...]
     refused: tuple[Refusal, ...] = ()

@@ -1,5 +1,5 @@
-"""What every part of the library works with: an open directory, its rows, its keys, and the way to
-publish."""
+"""What every part of the library works with: an open directory, its rows, its keys,
+and the way to publish."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Self
 
 from esper_ir.diagnostics import EsperError
 from library import crypto, leases, ledger, seen
+from library.backends import BlobStore
 from library.blobs import Blobs
 from library.disk import Disk
 from library.dsse import Signer
@@ -27,7 +28,7 @@ class Core:
     """An open library. Safe to use from several threads; each process opens its own."""
 
     def __init__(
-        self, home: Path, index: Index, blobs: Blobs, trust: TrustStore, roles: Collection[str]
+        self, home: Path, index: Index, blobs: BlobStore, trust: TrustStore, roles: Collection[str]
     ) -> None:
         self.home, self.index, self.blobs, self.trust = home, index, blobs, trust
         self.roles = frozenset(roles)
@@ -91,8 +92,8 @@ class Core:
         self.close()
 
     def warm(self) -> None:
-        """Import the signature code and verify the trust store now, so that the first load does not pay for
-        it."""
+        """Import the signature code and verify the trust store now,
+        so that the first load does not pay for it."""
         crypto.warm()
         self.trust.document()
 
@@ -141,7 +142,8 @@ class Core:
         """After a commit: remember how long the ledger is, and now and then sign its head."""
         size, frontier = ledger.state(self.index)
         seen.note(self.trust.home, self.origin, size, frontier.root())
-        self.sign_head(every=ledger.CHECKPOINT_EVERY)
+        with suppress(EsperError):  # what was committed stays done, whoever may sign the head
+            self.sign_head(every=ledger.CHECKPOINT_EVERY)
 
     def sign_head(self, every: int) -> None:
         """Sign a checkpoint when the ledger grew by `every` entries, with whichever role this handle has."""

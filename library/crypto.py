@@ -1,5 +1,5 @@
-"""The door to library.ed25519: a process that only lists or stores unsigned things never pays for
-`cryptography`."""
+"""The door to library.ed25519: a process that only lists or stores
+unsigned things never pays for `cryptography`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The seam to the operating system: every call that changes the store's directories goes through one object.
 
 Tests put a recorder here, which replays every legal state after a power loss; nothing else in the package
-calls os.link, os.rename, os.unlink or os.fsync on the store.
+links, renames, unlinks or syncs an object.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""DSSE v1 envelopes over in-toto Statements v1. The signature is checked first, then those same bytes are
-parsed."""
+"""DSSE v1 envelopes over in-toto Statements v1. The signature is checked first,
+then those same bytes are parsed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Signer:
 
 @dataclass(frozen=True)
 class Opened:
-    """A verified envelope: the payload bytes that were signed and the distinct trusted keys that signed
-    them."""
+    """A verified envelope: the payload bytes that were signed and
+    the distinct trusted keys that signed them."""
 
     payload: bytes
     keyids: tuple[str, ...]
@@ -119,8 +119,8 @@ def statement(name: str, digest: str, predicate_type: str, predicate: Mapping[st
 
 
 def read_statement(payload: bytes, name: str, digest: str, predicate_type: str) -> dict[str, Any]:
-    """The predicate, after checking that the statement is of this type and about exactly this artifact:
-    E0746."""
+    """The predicate, after checking that the statement is of this type
+    and about exactly this artifact: E0746."""
     document = parse_json(payload, _LIMITS)
     wanted = [{"name": name, "digest": {"sha256": digest}}]
     if not isinstance(document, dict) or document.get("_type") != STATEMENT:

@@ -1,5 +1,5 @@
-"""Ed25519 through `cryptography` (58 ms to import): reached only through library.crypto, when a signature is
-due."""
+"""Ed25519 through `cryptography` (58 ms to import): reached only through library.crypto,
+when a signature is due."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The connection to esper.db: opened for durability, one writer at a time, every SQLite failure a named
-refusal."""
+"""The connection to esper.db: opened for durability, one writer at a time,
+every SQLite failure a named refusal."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def holder(home: Path) -> str:
 
 
 class Index:
-    """One connection; thread-safe by a lock, refused after fork. `wait_s` bounds the wait for the writer's
-    place."""
+    """One connection; thread-safe by a lock, refused after fork.
+    `wait_s` bounds the wait for the writer's place."""
 
     def __init__(self, home: Path, *, readonly: bool, wait_s: float = 30.0) -> None:
         self.home, self.readonly, self.wait_s = home, readonly, wait_s

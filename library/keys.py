@@ -1,5 +1,5 @@
-"""Private keys as files: PKCS#8 PEM, mode 0600, one directory per role, so that a process opens only its
-own."""
+"""Private keys as files: PKCS#8 PEM, mode 0600, one directory per role,
+so that a process opens only its own."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _read_private(place: Path) -> bytes:
 
 
 def passphrase_from_environment() -> bytes | None:
-    """First line of ESPER_PASSPHRASE_FILE, or of the descriptor ESPER_PASSPHRASE_FD; never from an
-    argument."""
+    """First line of ESPER_PASSPHRASE_FILE, or of the descriptor ESPER_PASSPHRASE_FD;
+    never from an argument."""
     name, descriptor = os.environ.get("ESPER_PASSPHRASE_FILE"), os.environ.get("ESPER_PASSPHRASE_FD")
     try:
         if name:

@@ -1,5 +1,5 @@
-"""The directory of a library: made step by step so that dying anywhere leaves either nothing or something to
-finish."""
+"""The directory of a library: made step by step so that dying anywhere
+leaves either nothing or something to finish."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Leases: rows that keep collection away from objects which no row names yet, and say who is at work on
-what."""
+"""Leases: rows that keep collection away from objects which no row names yet,
+and say who is at work on what."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def abandon(index: Index, owner: str) -> None:
 
 
 def check(index: Index, owner: str, digests: Iterable[str]) -> None:
-    """E0726 when collection may have taken an object since, because the lease ran out. Inside the final
-    transaction."""
+    """E0726 when collection may have taken an object since, because the lease ran out.
+    Inside the final transaction."""
     now = time.time()
     held = {
         row[0] for row in index.run("SELECT digest FROM leases WHERE owner = ? AND expires > ?", (owner, now))

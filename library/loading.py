@@ -33,8 +33,8 @@ from library.trust import TrustDocument, TrustStore
 def load_artifact(
     index: Index, blobs: BlobStore, trust: TrustStore, artifact_id: str, *, allow_unvalidated: bool
 ) -> LoadedArtifact:
-    """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING and REJECTED under the compiler's
-    signature."""
+    """See the module. `allow_unvalidated` (the gauntlet's) accepts PENDING
+    and REJECTED under the compiler's signature."""
     found = rows.for_loading(index, artifact_id)
     if found is None:
         raise not_found(index, artifact_id, "artifact")
@@ -89,8 +89,8 @@ def check_state(record: ArtifactRecord, document: TrustDocument, allow_unvalidat
 
 
 def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: bytes, seq: int) -> Verdict:
-    """The verdict inside `envelope`, if a validator key of the trust store signed it about exactly this
-    artifact."""
+    """The verdict inside `envelope`, if a validator key of the trust
+    store signed it about exactly this artifact."""
     opened = dsse.open_envelope(
         envelope,
         dsse.IN_TOTO,

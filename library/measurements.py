@@ -22,8 +22,8 @@ CREATE TABLE timings(
 
 
 class Measurements:
-    """A database of its own below `measurements/`, so that it can be copied, exported and kept apart from
-    artifacts."""
+    """A database of its own below `measurements/`, so that it can be copied,
+    exported and kept apart from artifacts."""
 
     def __init__(self, home: Path, *, readonly: bool, wait_s: float = 30.0) -> None:
         self.place = home / "measurements"

@@ -1,5 +1,5 @@
-"""Merkle tree hashing of RFC 9162, section 2.1: leaf = SHA-256(0x00 || entry), node = SHA-256(0x01 || left ||
-right)."""
+"""Merkle tree hashing of RFC 9162, section 2.1: leaf = SHA-256(0x00 || entry),
+node = SHA-256(0x01 || left || right)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the library and its trust home live, and whether that place can be trusted to keep what it is
-given."""
+"""Where the library and its trust home live,
+and whether that place can be trusted to keep what it is given."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def library_home(path: Path | str | None) -> Path:
-    """`path`, else ESPER_LIBRARY, else the user's data directory; absolute, `..` and `~` resolved by text
-    only."""
+    """`path`, else ESPER_LIBRARY, else the user's data directory; absolute,
+    `..` and `~` resolved by text only."""
     chosen = path or os.environ.get("ESPER_LIBRARY") or platformdirs.user_data_path("esper") / "library"
     return Path(os.path.abspath(Path(chosen).expanduser()))
 
 
 def trust_home(path: Path | str | None = None) -> Path:
-    """`path`, else ESPER_KEYS, else the user's configuration directory. Never inside a library: see
-    library.trust."""
+    """`path`, else ESPER_KEYS, else the user's configuration directory. Never inside a library:
+    see library.trust."""
     chosen = path or os.environ.get("ESPER_KEYS") or platformdirs.user_config_path("esper") / "trust"
     return Path(os.path.abspath(Path(chosen).expanduser()))
 
@@ -123,8 +123,8 @@ def _unsafe(place: Path, why: str) -> EsperError:
 
 
 def file_system_type(path: Path) -> str:
-    """Type of the mount that holds `path`, by the longest mount point of /proc/self/mountinfo; "" where
-    unknown."""
+    """Type of the mount that holds `path`, by the longest mount point of /proc/self/mountinfo;
+    "" where unknown."""
     best, kind = -1, ""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -140,8 +140,8 @@ def file_system_type(path: Path) -> str:
 
 
 def refuse_network(path: Path) -> None:
-    """E0705 on a network file system: the write-ahead log needs shared memory, which such a mount does not
-    give."""
+    """E0705 on a network file system: the write-ahead log needs shared memory,
+    which such a mount does not give."""
     kind = file_system_type(path)
     if kind in NETWORK_TYPES:
         raise fail(

@@ -1,5 +1,5 @@
-"""What a machine can run, as a value. Probing it is the runtime's; deciding from it is pure and
-repeatable."""
+"""What a machine can run, as a value. Probing it is the runtime's;
+deciding from it is pure and repeatable."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _no_machine(platform: Platform, arch: str) -> str:
 
 
 def _cuda_machine(platform: Platform, arch: str) -> str:
-    """A cubin runs on its own major version from its own minor version on; an `a` one only on exactly its
-    own."""
+    """A cubin runs on its own major version from its own minor version on;
+    an `a` one only on exactly its own."""
     found = _SM.match(arch)
     if not found:
         return f"{arch!r} is not a CUDA architecture"

@@ -55,8 +55,8 @@ def check_move(moves: Mapping[str, frozenset[str]], subject: str, old: str, new:
 
 @dataclass(frozen=True)
 class BlueprintRecord:
-    """A graph as submitted. `text_digest` names the object that holds its JSON; `created` is seconds since
-    1970."""
+    """A graph as submitted. `text_digest` names the object that holds its JSON;
+    `created` is seconds since 1970."""
 
     id: str
     name: str
@@ -69,8 +69,8 @@ class BlueprintRecord:
 
 @dataclass(frozen=True)
 class ArtifactRecord:
-    """One compiled artifact. `digest` is the SHA-256 of its container, `size` its bytes, `seq` its ledger
-    entry."""
+    """One compiled artifact. `digest` is the SHA-256 of its container, `size` its bytes,
+    `seq` its ledger entry."""
 
     id: str
     digest: str
@@ -99,8 +99,8 @@ class ArtifactRecord:
 
 @dataclass(frozen=True)
 class VerdictRecord:
-    """What the gauntlet signed. `result` is VALIDATED or REJECTED; `report` the whole report; `card` the
-    measured model."""
+    """What the gauntlet signed. `result` is VALIDATED or REJECTED; `report` the whole report;
+    `card` the measured model."""
 
     artifact_id: str
     arch: str
@@ -134,8 +134,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class LoadedArtifact:
-    """Bytes that were read once, hashed once and found under a trusted verdict (`verdict` None only if
-    allowed)."""
+    """Bytes that were read once, hashed once and found under a trusted
+    verdict (`verdict` None only if allowed)."""
 
     record: ArtifactRecord
     container: Container

@@ -16,8 +16,8 @@ _SHOWN = 20
 
 
 def resolve_artifact(index: Index, text: str) -> ArtifactRecord:
-    """Exact id, else unique id prefix, else the one artifact of a blueprint id or prefix. E0720, E0721,
-    E0722."""
+    """Exact id, else unique id prefix, else the one artifact of a blueprint id or prefix.
+    E0720, E0721, E0722."""
     _check(text)
     exact = rows.artifact(index, text)
     if exact is not None:

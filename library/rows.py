@@ -1,5 +1,5 @@
-"""Statements over blueprints, artifacts, side files and verdicts. Writers expect to stand inside
-`index.write()`."""
+"""Statements over blueprints, artifacts, side files and verdicts.
+Writers expect to stand inside `index.write()`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tables of esper.db. Migrations are append-only: a released one is never edited, a library is brought up on
-opening."""
+"""Tables of esper.db. Migrations are append-only: a released one is never edited,
+a library is brought up on opening."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The largest ledger that this user has seen of each library, kept in the trust home where a library writer
-cannot reach."""
+"""The largest ledger that this user has seen of each library,
+kept in the trust home where a library writer cannot reach."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ from typing import Any
 
 from library import artifacts, curate, gc, ledger, lineage, outcomes, query, rows, verdicts
 from library.canon import canonical_json, parse_json, sha256_hex
-from library.contracts import FieldReport, KernelQuery, KernelQueryResult
+from library.contracts import CompiledKernelArtifact, FieldReport, KernelQuery, KernelQueryResult
 from library.core import Core
 from library.errors import fail
-from library.loading import load_artifact
+from library.loading import load_artifact, open_provenance
 from library.manifest import unpack
 from library.records import (
     ARTIFACT_MOVES,
@@ -137,8 +137,8 @@ class Library(Core):
         return record
 
     def resolve(self, id_or_prefix: str) -> ArtifactRecord:
-        """Artifact id, unique prefix, or blueprint id or prefix (8 hex or more) with one artifact: E0721,
-        E0722."""
+        """Artifact id, unique prefix, or blueprint id or prefix (8 hex
+        or more) with one artifact: E0721, E0722."""
         return resolve_artifact(self.index, id_or_prefix)
 
     def artifacts(
@@ -152,13 +152,13 @@ class Library(Core):
         return verdicts.known(self, artifact_id)
 
     def read(self, artifact_id: str) -> bytes:
-        """The container's bytes, hash verified (E0730 quarantines). For copying; loading goes through
-        `load`."""
+        """The container's bytes, hash verified (E0730 quarantines). For copying;
+        loading goes through `load`."""
         return self.blobs.read(self.record(artifact_id).digest)
 
     def load(self, artifact_id: str, *, allow_unvalidated: bool = False) -> LoadedArtifact:
-        """Verified bytes of an exact id under a trusted verdict; see library.loading for the order of
-        checks."""
+        """Verified bytes of an exact id under a trusted verdict;
+        see library.loading for the order of checks."""
         return load_artifact(
             self.index, self.blobs, self.trust, artifact_id, allow_unvalidated=allow_unvalidated
         )
@@ -203,6 +203,24 @@ class Library(Core):
         if self._found is None:
             self._found = query.Finder(self.index)
         return self._found
+
+    def contract(self, artifact_id: str) -> CompiledKernelArtifact:
+        """The artifact as the record that other tools exchange, from its signed statements."""
+        record = self.record(artifact_id)
+        signed = open_provenance(self.index, self.trust, record)
+        found, build = self.verdict(artifact_id), signed["build"]
+        metadata = {
+            "pipeline": record.pipeline,
+            "compilation_seconds": build.get("compilation_seconds"),
+            "peak_memory_gb": build.get("peak_memory_gb"),
+            "toolchain_version": signed["toolchain"],
+            "optimization_flags": build.get("optimization_flags", []),
+        }
+        report = dict(found.report) if found else None
+        place = f"sha256:{record.digest}"
+        return CompiledKernelArtifact(
+            record.id, record.blueprint, record.state, record.pipeline, place, metadata, report
+        )
 
     def find(self, wanted: KernelQuery, *, explain: bool = False) -> KernelQueryResult:
         """Validated artifacts that fit, best first; with `explain` also why each other one does not."""

@@ -51,8 +51,8 @@ class Role:
 
 @dataclass(frozen=True)
 class TrustDocument:
-    """One version. `keys`: id to raw public bytes; `revoked_keys`: id to the ledger sequence from which it is
-    void."""
+    """One version. `keys`: id to raw public bytes; `revoked_keys`:
+    id to the ledger sequence from which it is void."""
 
     version: int
     expires: float
@@ -116,8 +116,8 @@ class TrustDocument:
 
 
 class TrustStore:
-    """The trust home of this user. `document()` is cached until the file changes; cheap enough for every
-    load."""
+    """The trust home of this user. `document()` is cached until the file changes;
+    cheap enough for every load."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -129,8 +129,8 @@ class TrustStore:
         return (self.home / DOCUMENT).exists()
 
     def document(self) -> TrustDocument:
-        """The current version, verified. E0748 absent, E0749 expired, E0750 rolled back, E0751 not
-        root-signed."""
+        """The current version, verified. E0748 absent, E0749 expired, E0750 rolled back,
+        E0751 not root-signed."""
         try:
             info = os.stat(self.home / DOCUMENT)
         except FileNotFoundError as error:
@@ -179,8 +179,8 @@ class TrustStore:
 
     @staticmethod
     def check_envelope(envelope: bytes, current: TrustDocument | None) -> TrustDocument:
-        """The document inside, signed by the root threshold of itself and, when given, of `current` before
-        it."""
+        """The document inside, signed by the root threshold of itself and, when given,
+        of `current` before it."""
         claimed = TrustDocument.from_json(parse_json(unverified_payload(envelope)))
         for document in (claimed, current):
             if document is None:
@@ -195,8 +195,8 @@ class TrustStore:
         return claimed
 
     def bootstrap(self) -> None:
-        """First use: a local root, compiler and validator key and version 1, with a notice on stderr.
-        Idempotent."""
+        """First use: a local root, compiler and validator key and version 1,
+        with a notice on stderr. Idempotent."""
         if self.exists():
             return
         make_private(self.home)
@@ -239,8 +239,8 @@ class TrustStore:
         self._document = None
 
     def install(self, envelope: bytes) -> TrustDocument:
-        """Take version N+1, signed by the root thresholds of N and of N+1; or the first version where there
-        is none."""
+        """Take version N+1, signed by the root thresholds of N and of N+1;
+        or the first version where there is none."""
         make_private(self.home)
         with self.locked():
             current = self.document_or_expired() if self.exists() else None
@@ -288,8 +288,8 @@ class TrustStore:
         return self._read()
 
     def signer(self, role: str) -> Signer:
-        """A local private key that the trust store lists for `role` and has not revoked. E0747 when there is
-        none."""
+        """A local private key that the trust store lists for `role` and has not revoked.
+        E0747 when there is none."""
         document = self.document()
         if role not in self._signers:
             usable = [k for k in document.roles[role].keyids if k not in document.revoked_keys]
@@ -305,8 +305,8 @@ class TrustStore:
 
 
 def unverified_payload(envelope: bytes) -> bytes:
-    """Payload of an envelope before its keys are known: only to learn which keys a trust document claims for
-    itself."""
+    """Payload of an envelope before its keys are known:
+    only to learn which keys a trust document claims for itself."""
     try:
         return base64.b64decode(parse_json(envelope)["payload"], validate=True)
     except (ValueError, TypeError, KeyError) as error:

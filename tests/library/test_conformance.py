@@ -1,5 +1,5 @@
-"""One suite for every backend: bytes by digest, rows by transaction. A new backend adds a factory to the
-lists."""
+"""One suite for every backend: bytes by digest, rows by transaction.
+A new backend adds a factory to the lists."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from esper_ir.diagnostics import EsperError
 from library import contracts
 from library.contracts import KernelQuery, decode, json_schema
 from library.store import Library
-from tests.library.helpers import validated
+from tests.library.helpers import make_container, validated
 
 TAGS = st.sampled_from([*SPEEDS, *MEMORY, *FLAGS])
 SOME = st.lists(TAGS, max_size=2, unique=True).map(tuple)
@@ -157,3 +157,14 @@ def test_a_query_looks_at_few_rows(filled: Library) -> None:
     for _ in range(20):
         filled.find(KernelQuery(required_tags=("high_speed",), target_gpu_arch="sm_90"))
     assert (time.perf_counter() - began) / 20 < 0.05
+
+
+def test_an_artifact_as_a_contract_record(lib: Library) -> None:
+    record = lib.put_artifact(make_container(1), provenance={"compilation_seconds": 2.5})
+    found = lib.contract(record.id)
+    assert found.kernel_binary_ref == f"sha256:{record.digest}" and found.validation_report is None
+    assert found.compilation_metadata["compilation_seconds"] == 2.5
+    lib.record_verdict(record.id, {"policy": "p"}, passed=True)
+    found = lib.contract(record.id)
+    assert found.status == "VALIDATED" and found.validation_report == {"policy": "p"}
+    assert decode(contracts.CompiledKernelArtifact, found.__dict__) == found
