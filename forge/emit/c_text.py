@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.types import Dim, DType, FloorDiv
-from forge.emit.c_expr import HALVES, MEMORY, Block, Term, convert, round_to, spell
-from forge.plan import Access, Compute, KernelPlan, Load, RowTile, Stmt, Store
+from forge.emit.c_expr import HALVES, MEMORY, REGISTER, Block, Term, convert, round_to, spell
+from forge.plan import INDEX, Access, Compute, KernelPlan, Load, RowTile, Stmt, Store
 
 # Elements under which starting threads costs more than it saves.
 SERIAL = 16384
@@ -128,6 +128,8 @@ class Text:
             parts = [f"o{at}"] if moves else []
             if column is not None and step != Dim():
                 parts.append(column if step == Dim.of(1) else f"{column} * {_factor(step)}")
+            if access.offset != Dim():
+                parts.append(_factor(access.offset))
             return " + ".join(parts) or "0"
 
         return text
@@ -147,7 +149,10 @@ class Text:
         return f"{self.buffers[self.plan.accesses[access].buffer]}[{scope.index(access)}]"
 
     def _load(self, stmt: Load, scope: Scope) -> Term:
-        dtype, element = self.plan.accesses[stmt.access].dtype, self._element(stmt.access, scope)
+        access = self.plan.accesses[stmt.access]
+        if access.buffer == INDEX:
+            return scope.block.let(access.dtype, f"({REGISTER[access.dtype]})({scope.index(stmt.access)})")
+        dtype, element = access.dtype, self._element(stmt.access, scope)
         reads = {DType.bfloat16: "from_bf16({})", DType.float16: "from_f16({})", DType.bool: "{} != 0"}
         out = scope.block.let(dtype.compute, reads.get(dtype, "{}").format(element))
         if dtype in HALVES:

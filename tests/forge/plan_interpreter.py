@@ -15,6 +15,7 @@ import torch
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
 from esper_ir.types import Dim, DType, promote
 from forge.plan import (
+    INDEX,
     Access,
     Compute,
     KernelPlan,
@@ -182,7 +183,9 @@ class _Run:
 
     def matrix(self, access: Access, shape: tuple[int, int]) -> Tensor:
         strides = [s.value(self.sizes) for s in access.strides]
-        view = self.buffers[access.buffer].view(-1).as_strided(shape, strides)
+        view = (
+            self.buffers[access.buffer].view(-1)[access.offset.value(self.sizes) :].as_strided(shape, strides)
+        )
         return view.to(torch_dtype(access.dtype.compute))
 
     # Statements
@@ -190,6 +193,9 @@ class _Run:
     def step(self, stmt: Stmt, values: dict[str, Tensor], rows: Tensor, cols: Tensor, program: int) -> None:
         if isinstance(stmt, Load):
             access = self.plan.accesses[stmt.access]
+            if access.buffer == INDEX:
+                values[stmt.name] = self.place(access, rows, cols, program).to(torch_dtype(access.dtype))
+                return
             flat = self.buffers[access.buffer].view(-1)
             values[stmt.name] = flat[self.place(access, rows, cols, program)].to(
                 torch_dtype(access.dtype.compute)
@@ -208,7 +214,7 @@ class _Run:
         if access.partial and isinstance(self.plan.tile, RowTile):
             return program * self.cols + cols
         strides = [s.value(self.sizes) for s in access.strides]
-        at, rest = torch.zeros((), dtype=torch.int64), rows
+        at, rest = torch.tensor(access.offset.value(self.sizes)), rows
         for size, stride, symbolic in reversed(
             list(zip(self.space, strides, access.strides, strict=True))[:-1]
         ):
