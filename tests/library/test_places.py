@@ -21,6 +21,7 @@ from library.paths import check_private, file_system_type, library_home
 from library.schema import MIGRATIONS
 from library.store import Library
 from tests.library.helpers import contents, make_container, validated
+from tests.library.world import in_child
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -163,6 +164,37 @@ def test_a_read_only_disk(disk_home: Path) -> None:
     done = mounted(script, str(disk_home), sys.executable, coded(WRITE), "100")
     assert done.returncode == 16 and "E0702" in done.stdout, done
     assert contents(disk_home) == before
+
+
+def test_a_directory_without_write_permission(home: Path, fast_tmp: Path) -> None:
+    """As a user whom permissions bind: loading works, writing is refused by name, nothing changes."""
+    with Library.open(home) as lib:
+        artifact = validated(lib)
+    before = contents(home)
+    everything = [fast_tmp, *fast_tmp.rglob("*")]
+    if os.geteuid() == 0:
+        for path in everything:
+            os.chown(path, 65534, 65534)
+    directories = [path for path in everything if path.is_dir() and home in (path, *path.parents)]
+    for path in directories:
+        path.chmod(0o500)
+
+    def work() -> None:
+        if os.geteuid() == 0:
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+        with Library.open(home, readonly=True) as lib:
+            assert lib.load(artifact).container.data == make_container()
+        try:
+            with Library.open(home) as lib:
+                lib.put_artifact(make_container(7))
+        except EsperError as error:
+            raise SystemExit(40 if error.code == "E0702" else 41) from error
+
+    status = in_child(work)
+    for path in directories:
+        path.chmod(0o700)
+    assert status == 40 and contents(home) == before
 
 
 def test_a_full_disk(disk_home: Path, tmp_path: Path) -> None:
