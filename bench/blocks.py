@@ -1,0 +1,222 @@
+"""The named work: what every implementation computes, at which sizes, and the least it can cost.
+
+A block is a blueprint in examples/ (used once the file is there) and a plain torch function of the same leaves
+in the same order; eager torch and torch.compile run that function, so that all run the same mathematics on the
+same tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+BF16 = "bfloat16"
+Sizes = Mapping[str, int]
+BYTES = {"bfloat16": 2, "float32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor: its axes as names of sizes or numbers; values are normal with deviation `std`, or indices below
+    `below`. `channels_last`: memory format of a 4-d tensor."""
+
+    name: str
+    shape: tuple[str | int, ...]
+    std: float = 1.0
+    dtype: str = BF16
+    below: str = ""
+    channels_last: bool = False
+
+    def dims(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(n if isinstance(n, int) else sizes[n] for n in self.shape)
+
+    def nbytes(self, sizes: Sizes) -> int:
+        return math.prod(self.dims(sizes)) * BYTES[self.dtype]
+
+    def make(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        """On the CPU, so that the same seed gives the same values whatever the device."""
+        if self.below:
+            return torch.randint(0, sizes[self.below], self.dims(sizes), generator=generator)
+        value = torch.randn(self.dims(sizes), generator=generator) * self.std
+        value = value.to(getattr(torch, self.dtype))
+        return value.to(memory_format=torch.channels_last) if self.channels_last else value
+
+
+def _no_flops(sizes: Sizes) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """`sizes`: the first is the one of the published table. `result`: axes of the output; () for a scalar.
+
+    `flops` of the forward in the unit that bounds it (matrix products), `backward` times as many for the backward.
+    Least bytes: forward, every leaf read and the result written; backward, leaves and cotangent read, one gradient
+    per floating leaf written, except those in `shared`, which are equal to another one.
+    """
+
+    name: str
+    fn: Callable[..., Tensor]
+    leaves: tuple[Leaf, ...]
+    sizes: tuple[Sizes, ...]
+    result: tuple[str | int, ...]
+    flops: Callable[[Sizes], float] = _no_flops
+    backward: float = 2.0
+    shared: tuple[str, ...] = ()
+    label: tuple[str, ...] = field(default=())
+
+    @property
+    def blueprint(self) -> Path:
+        return EXAMPLES / f"{self.name}.json"
+
+    @property
+    def chains(self) -> bool:
+        """Whether the result can be the next block's first leaf."""
+        return self.result == self.leaves[0].shape
+
+    def size_label(self, sizes: Sizes) -> str:
+        return "x".join(str(sizes[n]) for n in self.label or tuple(sizes))
+
+    def inputs(self, sizes: Sizes, device: torch.device, seed: int = 0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        made = [leaf.make(sizes, generator).to(device) for leaf in self.leaves]
+        return [t.requires_grad_() if t.is_floating_point() else t for t in made]
+
+    def least_bytes(self, sizes: Sizes, phase: str) -> int:
+        read = sum(leaf.nbytes(sizes) for leaf in self.leaves)
+        out = Leaf("y", self.result).nbytes(sizes)
+        if phase == "f":
+            return read + out
+        written = sum(x.nbytes(sizes) for x in self.leaves if not x.below and x.name not in self.shared)
+        return read + out + read + out + written
+
+    def floor_ms(self, sizes: Sizes, phase: str, copy_bytes: float, flops: float) -> float:
+        """max(FLOPs over the measured matrix rate, least bytes over the measured copy rate); rates per second."""
+        work = self.flops(sizes) * (1.0 if phase == "f" else 1.0 + self.backward)
+        compute = work / flops if flops else 0.0
+        return 1e3 * max(compute, self.least_bytes(sizes, phase) / copy_bytes)
+
+
+def rmsnorm_residual(x: Tensor, r: Tensor, w: Tensor) -> Tensor:
+    h = (x + r).float()
+    v = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return v.to(x.dtype) * w
+
+
+def swiglu(x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
+    return (F.silu(x @ wg) * (x @ wu)) @ wd
+
+
+def squeeze_excite(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    s = x.mean((2, 3))
+    return x * torch.sigmoid(F.relu(s @ w1) @ w2)[:, :, None, None]
+
+
+def dw_pw(x: Tensor, wd: Tensor, wp: Tensor) -> Tensor:
+    return F.relu(F.conv2d(F.relu(F.conv2d(x, wd, padding=1, groups=x.shape[1])), wp))
+
+
+def _rows(*counts: int, **others: int) -> tuple[Sizes, ...]:
+    return tuple({"rows": n, **others} for n in counts)
+
+
+def _images(*shapes: tuple[int, int, int]) -> tuple[Sizes, ...]:
+    return tuple({"n": n, "c": c, "h": h, "w": h} for n, c, h in shapes)
+
+
+_X = Leaf("x", ("rows", "cols"))
+_IMAGE = Leaf("x", ("n", "c", "h", "w"), channels_last=True)
+_MAP = ("n", "c", "h", "w")
+
+BLOCKS: tuple[Block, ...] = (
+    Block(
+        "rmsnorm_residual", rmsnorm_residual, (_X, Leaf("r", ("rows", "cols")), Leaf("w", ("cols",))),
+        _rows(8192, 2048, 32768, cols=4096), ("rows", "cols"), shared=("r",),
+    ),
+    Block(
+        "small_mlp", lambda x, w1, w2: x + F.gelu(x @ w1) @ w2,
+        (_X, Leaf("w1", ("cols", "hidden"), 0.1), Leaf("w2", ("hidden", "cols"), 0.1)),
+        _rows(1024, 256, 8192, cols=64, hidden=256), ("rows", "cols"),
+        flops=lambda s: 4.0 * s["rows"] * s["cols"] * s["hidden"],
+    ),
+    Block(
+        "swiglu", swiglu,
+        (_X, Leaf("wg", ("cols", "hidden"), 0.02), Leaf("wu", ("cols", "hidden"), 0.02), Leaf("wd", ("hidden", "cols"), 0.02)),
+        _rows(8192, 2048, 16384, cols=4096, hidden=11008), ("rows", "cols"),
+        flops=lambda s: 6.0 * s["rows"] * s["cols"] * s["hidden"],
+    ),
+    Block(
+        "linear_gelu", lambda x, w, b: F.gelu(x @ w + b),
+        (_X, Leaf("w", ("cols", "out"), 0.02), Leaf("b", ("out",))),
+        _rows(8192, 2048, 32768, cols=4096, out=4096), ("rows", "out"),
+        flops=lambda s: 2.0 * s["rows"] * s["cols"] * s["out"],
+    ),
+    Block(
+        "layernorm", lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b),
+        (_X, Leaf("w", ("cols",)), Leaf("b", ("cols",))),
+        _rows(8192, 2048, 32768, cols=4096), ("rows", "cols"),
+    ),
+    Block(
+        "softmax", lambda x: torch.softmax(x, -1), (_X,), _rows(8192, 2048, 16384, cols=8192), ("rows", "cols"),
+    ),
+    Block(
+        "bias_gelu", lambda x, b: F.gelu(x + b, approximate="tanh"), (_X, Leaf("b", ("cols",))),
+        _rows(8192, 2048, 16384, cols=16384), ("rows", "cols"),
+    ),
+    Block(
+        "lora", lambda x, a, b: x + 0.5 * ((x @ a) @ b),
+        (_X, Leaf("a", ("cols", "rank"), 0.02), Leaf("b", ("rank", "cols"), 0.02)),
+        _rows(8192, 2048, 32768, cols=4096, rank=16), ("rows", "cols"),
+        flops=lambda s: 4.0 * s["rows"] * s["cols"] * s["rank"],
+    ),
+    Block(
+        "cross_entropy", lambda x, t: F.cross_entropy(x.float(), t),
+        (_X, Leaf("t", ("rows",), dtype="int64", below="cols")), _rows(4096, 1024, 8192, cols=32000), (),
+    ),
+    Block(
+        "attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        tuple(Leaf(n, ("batch", "heads", "rows", "width")) for n in "qkv"),
+        tuple({"batch": b, "heads": 16, "rows": t, "width": 64} for b, t in ((4, 2048), (16, 512), (1, 8192))),
+        ("batch", "heads", "rows", "width"),
+        flops=lambda s: 2.0 * s["batch"] * s["heads"] * s["rows"] ** 2 * s["width"], backward=2.5,
+    ),
+    Block(
+        "squeeze_excite", squeeze_excite, (_IMAGE, Leaf("w1", ("c", 16), 0.1), Leaf("w2", (16, "c"), 0.1)),
+        _images((64, 256, 56), (16, 256, 56), (64, 512, 28)), _MAP,
+    ),
+    Block(
+        "dw_pw", dw_pw,
+        (_IMAGE, Leaf("wd", ("c", 1, 3, 3), 0.1, channels_last=True), Leaf("wp", ("c", "c", 1, 1), 0.05, channels_last=True)),
+        _images((64, 256, 28), (16, 256, 28), (64, 128, 56)), _MAP,
+        flops=lambda s: 2.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2,
+    ),
+    Block(
+        "conv_res", lambda x, w, b: F.relu(x + F.conv2d(x, w, b, padding=1)),
+        (_IMAGE, Leaf("w", ("c", "c", 3, 3), 0.03, channels_last=True), Leaf("b", ("c",))),
+        _images((64, 128, 56), (16, 128, 56), (64, 256, 28)), _MAP,
+        flops=lambda s: 18.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2,
+    ),
+    Block(
+        "groupnorm_silu", lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)),
+        (Leaf("x", ("n", "c", "h", "w")), Leaf("w", ("c",)), Leaf("b", ("c",))),
+        _images((16, 320, 64), (4, 320, 64), (16, 640, 32)), _MAP,
+    ),
+)  # fmt: skip
+
+
+def named(name: str) -> Block:
+    """KeyError for a name that is not there."""
+    return {block.name: block for block in BLOCKS}[name]
+
+
+def available(only: tuple[str, ...] = ()) -> list[Block]:
+    """Blocks whose blueprint is there, in order; `only` keeps those with one of these words in their name."""
+    found = [block for block in BLOCKS if block.blueprint.exists()]
+    return [b for b in found if not only or any(word in b.name for word in only)]

@@ -1,0 +1,65 @@
+#!/bin/bash
+# Everything that a machine with a card does, in one call: prove what was compiled elsewhere, measure, run the card's tests.
+#   bash bench/card.sh [folder for results]     (default: $OUT, else out/results)
+# Needs out/card.tar (python -m bench.prepare out/card) and, where packages are missing, wheels for them in .whl/.
+# Every step has a time limit of its own, so that one that hangs costs nothing but itself. ESPER_COMMIT names the commit.
+set -u
+cd "$(dirname "$0")/.."
+RESULTS=${1:-${OUT:-out/results}}
+PYTHON=${PYTHON:-python3}
+mkdir -p "$RESULTS"
+exec > >(tee -a "$RESULTS/log.txt") 2>&1
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+PLACE=${ESPER_PLACE:-/tmp/esper}
+CARD=${CARD:-out/card}
+NAME=$(basename "$CARD")
+FAILED=""
+
+step() {  # step SECONDS NAME COMMAND...
+    local limit=$1 name=$2 begin=$SECONDS
+    shift 2
+    echo "== $name (at most $limit s)" >&2
+    timeout -k 10 "$limit" "$@"
+    local code=$?
+    echo "== $name: exit $code after $((SECONDS - begin)) s" >&2
+    [ $code -eq 0 ] || FAILED="$FAILED $name($code)"
+    return $code
+}
+
+if [ -d .whl ]; then
+    step 90 wheels "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$PLACE-site" .whl/*.whl
+    export PYTHONPATH="$PLACE-site${PYTHONPATH:+:$PYTHONPATH}"
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p -m 700 "$PLACE" && tar -xpf "$CARD.tar" -C "$PLACE" --no-same-owner || exit 1
+export ESPER_COMMIT=${ESPER_COMMIT:-$(cut -d' ' -f1 "$PLACE/$NAME/commit")} ESPER_DIRTY=${ESPER_DIRTY:-$(cut -d' ' -f2 "$PLACE/$NAME/commit")}
+export ESPER_LIBRARY="$PLACE/$NAME/library" ESPER_KEYS="$PLACE/$NAME/trust"
+
+nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv
+if ! "$PYTHON" -c "import runtime._native" 2>/dev/null; then
+    include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
+    step 60 native gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030b0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so
+fi
+"$PYTHON" -c "import runtime, json; print(json.dumps(runtime.doctor()))"
+
+# Those of named blocks; the host bench says why its own are not proven.
+IDS=$("$PYTHON" -c "import json, sys; print(*(k for k, v in json.load(open(sys.argv[1])).items() if not v['block'].startswith('host_')))" "$PLACE/$NAME/compiled.json")
+step "${PROVE_S:-100}" prove "$PYTHON" -m gauntlet.cli bench $IDS ${QUICK---quick} --json > "$RESULTS/verdicts.json"
+"$PYTHON" - "$RESULTS/verdicts.json" <<'PY'
+import json, sys
+try:
+    for v in json.load(open(sys.argv[1])).get("verdicts", []):
+        print(v["verdict"], v["artifact_id"], f"{v['seconds']:.1f} s", v["reason"])
+except Exception as error:
+    print("no verdicts:", error)
+PY
+HARNESS="$PYTHON -m bench.harness --library $PLACE/$NAME --unproven --out $RESULTS"
+step "${LOAD_S:-60}" load $HARNESS load ${ONLY:+--only "$ONLY"}
+step "${HOST_S:-90}" host $HARNESS host --host-seconds 45
+step "${BITS_S:-50}" bits $HARNESS bits ${ONLY:+--only "$ONLY"}
+step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" ${ONLY:+--only "$ONLY"}
+if grep -rlq "mark.gpu" tests; then
+    step "${TESTS_S:-100}" tests env ESPER_REQUIRE_GPU=1 "$PYTHON" -m pytest -m gpu -q -x -p no:cacheprovider
+fi
+echo "== all after $SECONDS s; failed:${FAILED:- none}"
+[ -z "$FAILED" ]

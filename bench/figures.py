@@ -1,0 +1,133 @@
+"""From rows to figures: gates, geometric means against the best peer, and how they are shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.results import REFERENCE_COPY_TBPS, figure, geomean
+
+KEY = ("block", "size", "dtype", "phase", "impl", "mode")
+GATE_MS, GATE_BLOCK, GATE_SIZE = 0.125, "rmsnorm_residual", "8192x4096"
+WALL_TARGET, DEV_TARGET, SLOWEST = 1.5, 1.2, 0.98
+COPY_SHARE = 0.90
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    return str(row["impl"]).startswith("esper")
+
+
+def groups(
+    rows: list[dict[str, Any]], phase: str = "fb", mode: str = "plain"
+) -> dict[tuple[str, ...], list[dict[str, Any]]]:
+    """Rows of one phase and mode by block, size and dtype."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["phase"] == phase and row.get("mode", "plain") == mode:
+            found.setdefault((row["block"], row["size"], row["dtype"]), []).append(row)
+    return found
+
+
+def best_peer(rows: list[dict[str, Any]], field: str) -> dict[str, Any] | None:
+    """The fastest right peer."""
+    right = [r for r in rows if not is_ours(r) and r.get("correct") and r.get(field)]
+    return min(right, key=lambda r: r[field], default=None)
+
+
+def ratios(
+    rows: list[dict[str, Any]], quantity: str, mode: str = "plain"
+) -> dict[str, tuple[float, float, float]]:
+    """Best peer's time over ours with the widest bounds of both intervals, by block and size."""
+    found = {}
+    for (block, size, _), members in groups(rows, mode=mode).items():
+        ours = next((r for r in members if is_ours(r) and r.get("correct") and r.get(f"{quantity}_ms")), None)
+        peer = best_peer(members, f"{quantity}_ms")
+        if ours is None or peer is None:
+            continue
+        mid = peer[f"{quantity}_ms"] / ours[f"{quantity}_ms"]
+        low = peer[f"{quantity}_lo"] / ours[f"{quantity}_hi"]
+        found[f"{block} {size}"] = (mid, low, peer[f"{quantity}_hi"] / ours[f"{quantity}_lo"])
+    return found
+
+
+def of_blocks(
+    rows: list[dict[str, Any]], ceilings: Mapping[str, float], card: str, lost: int = 0
+) -> dict[str, Any]:
+    """Figures of the bench `blocks`; the gates are those of cards. `lost`: measurements that did not end."""
+    found: dict[str, Any] = {}
+    quantities = (("wall", WALL_TARGET), ("dev", DEV_TARGET)) if card != "cpu" else (("wall", None),)
+    for quantity, target in quantities:
+        by_size = ratios(rows, quantity)
+        mean = geomean(mid for mid, _, _ in by_size.values())
+        found[f"fb_{quantity}_geomean_vs_best_peer"] = figure(
+            mean, "ratio", target, at_least=True, over=len(by_size)
+        )
+        slow = sorted(name for name, (_, _, high) in by_size.items() if high < SLOWEST)
+        count = len(slow) if by_size else None
+        found[f"fb_{quantity}_slower_than_best_peer"] = figure(count, "sizes", 0, which=slow)
+    wrong = [
+        " ".join(str(r.get(k)) for k in ("block", "size", "impl"))
+        for r in rows
+        if is_ours(r) and not r.get("correct")
+    ]
+    found["wrong_or_missing"] = figure(len(wrong) + lost, "rows", 0, which=sorted(set(wrong)), lost=lost)
+    if card != "cpu":
+        found |= _gate(rows, ceilings, card)
+    return found
+
+
+def _gate(rows: list[dict[str, Any]], ceilings: Mapping[str, float], card: str) -> dict[str, Any]:
+    """0.125 ms on a card that copies at 4.25 TB/s; on an H100 scaled by its own copy rate."""
+    copy = ceilings["copy_TBps"]
+    target = GATE_MS if "H200" in card else GATE_MS * REFERENCE_COPY_TBPS / copy
+    key = (GATE_BLOCK, GATE_SIZE, "bfloat16")
+    ours = next((r for r in groups(rows).get(key, []) if is_ours(r)), {})
+    value = ours.get("dev_ms") if ours.get("correct") else None
+    bounds = {"lo": ours.get("dev_lo"), "hi": ours.get("dev_hi")}
+    share = ours["floor_ms"] / value if value else None
+    return {
+        "rmsnorm_residual_fb_dev_ms": figure(value, "ms", target, **bounds),
+        "rmsnorm_residual_fb_share_of_copy": figure(share, "ratio", COPY_SHARE, at_least=True),
+    }
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """Rows and figures as tables on standard error."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 150)
+    rows = [r for r in document.get("rows", []) if "wall_ms" in r]
+    if rows:
+        table = Table(title=f"{document['bench']} on {document['card']}")
+        fields = (
+            "block",
+            "size",
+            "phase",
+            "mode",
+            "impl",
+            "wall_ms",
+            "dev_ms",
+            "host_us",
+            "floor_ms",
+            "kernels",
+            "correct",
+        )
+        for name in fields:
+            table.add_column(name)
+        for row in rows:
+            table.add_row(*(_cell(row.get(name)) for name in fields))
+        console.print(table)
+    table = Table(title=f"figures of {document['bench']}")
+    for name in ("figure", "value", "target", "met"):
+        table.add_column(name)
+    for name, one in document.get("figures", {}).items():
+        table.add_row(name, f"{_cell(one['value'])} {one['unit']}", _cell(one["target"]), _cell(one["met"]))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

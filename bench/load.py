@@ -1,0 +1,206 @@
+"""What loading costs: from the cache, past it in pieces, and the first step of a fresh process that has no compiler,
+no Triton and no home to write to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import runtime
+from bench.blocks import Block
+from bench.results import ROOT, figure
+from library import launch as launch_manifest
+from library.store import Library
+from runtime import loader, system, timing
+from runtime.code import load_code
+from runtime.executor import Program
+from runtime.timing import Timing
+
+ROUNDS, CACHED_CALLS, FRESH = 300, 200, 3
+CACHED_US, UNCACHED_US, FIRST_STEP_MS = 10.0, 1000.0, 50.0
+NOWHERE = "/proc/esper-no-such-home"  # not even root can make a directory there
+
+# Runs in the fresh process. Everything that could start a compiler is counted by the interpreter's audit hook.
+FIRST_STEP = """
+import importlib.abc, json, os, sys, time
+sys.dont_write_bytecode = True
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError(f"{name} is refused by the bench", name=name)
+sys.meta_path.insert(0, Refuse())
+job = json.loads(sys.argv[1])
+start = time.perf_counter()
+import torch
+torch_s = time.perf_counter() - start
+device = job["device"]
+start = time.perf_counter()
+x = torch.ones(256, 256, device=device)
+(x @ x).sum().item()
+context_s = time.perf_counter() - start
+generator = torch.Generator().manual_seed(0)
+args = [torch.randn(s, generator=generator).to(device, getattr(torch, d)).requires_grad_() for s, d in job["leaves"]]
+flow = torch.randn(job["out"][0], generator=generator).to(device, getattr(torch, job["out"][1]))
+if device == "cuda":
+    torch.cuda.synchronize()
+started = []
+watched = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty")
+sys.addaudithook(lambda event, _: started.append(event) if event in watched else None)
+times = {}
+begin = last = time.perf_counter()
+def mark(name):
+    global last
+    now = time.perf_counter()
+    times[name], last = 1e3 * (now - last), now
+import runtime
+mark("import_runtime_ms")
+block = runtime.load(job["name"], functional=True, allow_unvalidated=job["unproven"])
+mark("load_ms")
+out = block(*args)
+mark("forward_ms")
+torch.autograd.grad(out, args, flow)
+if device == "cuda":
+    torch.cuda.synchronize()
+mark("backward_ms")
+total = 1e3 * (time.perf_counter() - begin)
+try:
+    os.makedirs(os.path.expanduser("~/.triton"))
+    home = "writable"
+except OSError:
+    home = "read-only"
+import shutil
+print(json.dumps({"first_step_ms": total, **times, "import_torch_ms": 1e3 * torch_s, "context_ms": 1e3 * context_s,
+    "processes_started": started, "triton": "triton" in sys.modules, "home": home,
+    "compilers": [c for c in ("gcc", "cc", "clang", "nvcc", "ptxas") if shutil.which(c)],
+    "launches": block.report()["counters"]["launches"]}))
+"""
+
+
+def measure(library: Library, name: str, block: Block, unproven: bool = False) -> dict[str, Any]:
+    """Figures and details for one artifact, with the block's first size."""
+    loaded = runtime.load(name, library=library, functional=True, allow_unvalidated=unproven)
+    program = loaded.program
+    sizes = block.sizes[0]
+    dims = program.dims_of([leaf.dims(sizes) for leaf in block.leaves])
+    details: dict[str, Any] = {"artifact": name, "bytes": loaded._handle.entry.nbytes}
+    found: dict[str, Any] = {}
+    whole = _sampled(lambda: _fresh(library, name, program, dims, unproven), ROUNDS)
+    details["uncached"] = whole.to_json()
+    details["pieces"] = _pieces(library, name, program, dims, unproven)
+    found["load_uncached_us_p50"] = figure(whole.median, "us", UNCACHED_US, lo=whole.low, hi=whole.high)
+    found["load_uncached_us_p99"] = figure(whole.p99, "us", None)
+    where: dict[str, Any] = {"library": library, "allow_unvalidated": unproven}
+    cached = {
+        "entry": lambda: loader.load_entry(name, **where),
+        "module": lambda: runtime.load(name, functional=True, **where),
+        "with_parameters": lambda: runtime.load(name, **where),
+    }
+    for kind, fn in cached.items():
+        one = _sampled(fn, CACHED_CALLS * 5)
+        details[f"cached_{kind}"] = one.to_json()
+        found[f"load_cached_{kind}_us_p50"] = figure(one.median, "us", CACHED_US if kind == "entry" else None)
+        found[f"load_cached_{kind}_us_p99"] = figure(one.p99, "us", None)
+    fresh = [first_step(library, name, block, unproven) for _ in range(FRESH)]
+    details["fresh"] = fresh
+    return {"figures": {**found, **_fresh_figures(fresh)}, "details": details}
+
+
+def _sampled(fn: Callable[[], Any], rounds: int) -> Timing:
+    """One call a sample: a 99th percentile wants single calls, not means of many."""
+    samples = []
+    with timing.quiet():
+        for turn in range(rounds + 20):
+            begin = time.perf_counter_ns()
+            held = fn()
+            spent = (time.perf_counter_ns() - begin) / 1000
+            del held  # what letting go costs is not loading
+            if turn >= 20:
+                samples.append(spent)
+    return Timing(tuple(samples))
+
+
+def _fresh(library: Library, name: str, program: Program, dims: tuple[int, ...], unproven: bool) -> Any:
+    """Read, verified, decoded, handed to the driver and bound for one size, past the process's cache."""
+    entry = loader.load_fresh(name, program.device, library=library, allow_unvalidated=unproven)
+    entry.program.ready("inference", dims)
+    return entry
+
+
+def _pieces(
+    library: Library, name: str, program: Program, dims: tuple[int, ...], unproven: bool
+) -> dict[str, Any]:
+    """The same in steps; medians in microseconds."""
+    spans: dict[str, list[float]] = {}
+
+    def timed(what: str, fn: Callable[[], Any]) -> Any:
+        begin = time.perf_counter_ns()
+        out = fn()
+        spans.setdefault(what, []).append((time.perf_counter_ns() - begin) / 1000)
+        return out
+
+    def once() -> None:
+        got = timed("read_and_verify", lambda: library.load(name, allow_unvalidated=unproven))
+        machine = timed("machine", lambda: system.machine(got.record.kind, int(device.index or 0)))
+        timed("check_machine", lambda: loader.check_machine(got.container.manifest, machine, False))
+        data = got.container.manifest["launch"]
+        launch = timed("decode", lambda: launch_manifest.from_json(data, lazy=True))
+        code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name))
+        made = timed("program", lambda: Program(name, launch, code))
+        timed("bind", lambda: made.ready("inference", dims))
+        code.close()
+
+    device = program.device
+    with timing.quiet():
+        for _ in range(60):
+            once()
+    return {what: {"p50": statistics.median(s), "p99": Timing(tuple(s)).p99} for what, s in spans.items()}
+
+
+def first_step(library: Library, name: str, block: Block, unproven: bool) -> dict[str, Any]:
+    """One forward and backward in a fresh process; {"error": ...} when it does not get there."""
+    sizes = block.sizes[0]
+    job = {
+        "name": name,
+        "unproven": unproven,
+        "device": "cpu" if "-cpu" in name else "cuda",
+        "leaves": [[leaf.dims(sizes), leaf.dtype] for leaf in block.leaves],
+        "out": [tuple(sizes[n] if isinstance(n, str) else n for n in block.result), block.leaves[0].dtype],
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_STEP, json.dumps(job)],
+        cwd=ROOT, env=bare_environment(library), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if done.returncode:
+        return {"error": done.stderr.strip()[-800:]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def bare_environment(library: Library) -> dict[str, str]:
+    """No compiler on PATH, no home that can be written; the library and its keys by name."""
+    keep = ("LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "ESPER_KEYS", "TMPDIR", "LANG")
+    kept = {k: v for k, v in os.environ.items() if k in keep or k.startswith("NVIDIA_")}
+    return {**kept, "PATH": "/nonexistent", "HOME": NOWHERE, "ESPER_LIBRARY": str(library.home)}
+
+
+def _fresh_figures(fresh: list[Mapping[str, Any]]) -> dict[str, Any]:
+    good = [f for f in fresh if "error" not in f]
+    if not good:
+        return {
+            "first_step_ms": figure(None, "ms", FIRST_STEP_MS, error=str(fresh[0].get("error", ""))[-300:])
+        }
+    total = statistics.median(f["first_step_ms"] for f in good)
+    started = max(len(f["processes_started"]) for f in good)
+    bare = all(not f["triton"] and not f["compilers"] and f["home"] == "read-only" for f in good)
+    return {
+        "first_step_ms": figure(total, "ms", FIRST_STEP_MS),
+        "first_step_processes_started": figure(started, "count", 0),
+        "first_step_without_compiler_triton_home": figure(float(bare), "bool", 1.0, at_least=True),
+        "fresh_processes_failed": figure(len(fresh) - len(good), "count", 0),
+    }

@@ -1,0 +1,158 @@
+"""One block at one size: every implementation, forward and forward with backward, interleaved in one process.
+
+Wall: events around one call after the second-level cache was overwritten, host gaps included (the protocol of
+`triton.testing.do_bench`). Device: the same work replayed from a CUDA graph. Host: calls enqueued in a row.
+Every figure is the median over repeats of the median of a repeat, with its 95 % order-statistic interval.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime import timing
+from runtime.timing import Timing
+
+Work = Callable[[], Any]
+PHASES = ("f", "fb")
+DEPTH = 17  # one block and sixteen more
+
+
+@dataclass(frozen=True)
+class Effort:
+    """`repeats` medians of `rounds` samples; on a card also `host_rounds` rounds of `host_calls` calls."""
+
+    repeats: int = 9
+    rounds: int = 20
+    host_rounds: int = 11
+    host_calls: int = 20
+
+
+QUICK = Effort(3, 3, 3, 3)
+
+
+@dataclass
+class Figures:
+    """Timings in microseconds by implementation; empty where something cannot be measured."""
+
+    wall: dict[str, Timing] = field(default_factory=dict)
+    wall_iqr: dict[str, float] = field(default_factory=dict)
+    dev: dict[str, Timing] = field(default_factory=dict)
+    host: dict[str, Timing] = field(default_factory=dict)
+
+    def row(self, impl: str) -> dict[str, Any]:
+        """The timing fields of a row, milliseconds and for the host microseconds."""
+        out: dict[str, Any] = {}
+        for name, found in (("wall", self.wall.get(impl)), ("dev", self.dev.get(impl))):
+            shown = (found.median / 1e3, found.low / 1e3, found.high / 1e3) if found else (None,) * 3
+            out |= dict(zip((f"{name}_ms", f"{name}_lo", f"{name}_hi"), shown, strict=True))
+        out["wall_iqr"] = self.wall_iqr[impl] / 1e3 if impl in self.wall_iqr else None
+        host = self.host.get(impl)
+        shown = (host.median, host.low, host.high) if host else (None,) * 3
+        return out | dict(zip(("host_us", "host_lo", "host_hi"), shown, strict=True))
+
+
+def steps(fn: Callable[..., Any], args: list[Tensor], cotangent: Tensor, depth: int = 1) -> dict[str, Work]:
+    """The two phases as calls without arguments; `depth` blocks feed each other's first leaf."""
+    wanted = [t for t in args if t.requires_grad]
+
+    def forward() -> Tensor:
+        value = args[0]
+        for _ in range(depth):
+            value = fn(value, *args[1:])
+        return value
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(), wanted, cotangent)
+
+    return {"f": forward, "fb": both}
+
+
+def measured(work: Mapping[str, Work], effort: Effort, device: torch.device, phase: str) -> Figures:
+    """All figures of one phase for several implementations."""
+    with torch.set_grad_enabled(phase == "fb"):
+        return _on_card(work, effort) if device.type == "cuda" else _on_cpu(work, effort)
+
+
+def _on_cpu(work: Mapping[str, Work], effort: Effort) -> Figures:
+    measure = functools.partial(timing.cpu_times, work, rounds=effort.rounds, at_least_us=200.0)
+    wall, spread = repeated(measure, effort.repeats)
+    return Figures(wall=wall, wall_iqr=spread)
+
+
+def _on_card(work: Mapping[str, Work], effort: Effort) -> Figures:
+    found = Figures()
+    run = functools.partial(timing.device_times, rounds=effort.rounds, graph=False)
+    found.wall, found.wall_iqr = repeated(functools.partial(run, work), effort.repeats)
+    found.host = timing.host_times(work, calls=effort.host_calls, rounds=effort.host_rounds)
+    replays = {}
+    for name, fn in work.items():
+        replay, graphed = timing.captured(fn)
+        if graphed:
+            replays[name] = replay
+    if replays:
+        found.dev, _ = repeated(functools.partial(run, replays), effort.repeats)
+    return found
+
+
+def repeated(
+    measure: Callable[[], dict[str, Timing]], repeats: int
+) -> tuple[dict[str, Timing], dict[str, float]]:
+    """Per name: the medians of the repeats as samples; the interquartile range of all samples together."""
+    medians: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name, found in measure().items():
+            medians.setdefault(name, []).append(found.median)
+            samples.setdefault(name, []).extend(found.samples)
+    spread = {name: Timing(tuple(found)).iqr for name, found in samples.items()}
+    return {name: Timing(tuple(found)) for name, found in medians.items()}, spread
+
+
+def marginal(one: Figures, deep: Figures) -> Figures:
+    """What each of the blocks after the first costs, repeat by repeat; the deep stack may have fewer repeats."""
+
+    def each(first: Mapping[str, Timing], last: Mapping[str, Timing]) -> dict[str, Timing]:
+        return {
+            name: Timing(
+                tuple(
+                    (b - a) / (DEPTH - 1)
+                    for a, b in zip(first[name].samples, last[name].samples, strict=False)
+                )
+            )
+            for name in first.keys() & last.keys()
+        }
+
+    return Figures(each(one.wall, deep.wall), {}, each(one.dev, deep.dev), each(one.host, deep.host))
+
+
+def ceilings(device: torch.device, effort: Effort = QUICK) -> dict[str, float]:
+    """Bytes read plus written per second by copies, and on a card the rate of a large bf16 product."""
+    cuda = device.type == "cuda"
+    big, small, n = (1 << 30, 64 << 20, 8192) if cuda else (1 << 28, 4 << 20, 1024)
+    kind = torch.bfloat16 if cuda else torch.float32
+    found: dict[str, float] = {}
+    for name, size in (("copy_TBps", big), ("copy_small_TBps", small)):
+        source = torch.empty(size, dtype=torch.uint8, device=device).random_(0, 255)
+        target = torch.empty_like(source)
+        found[name] = 2 * size / (_median(lambda a=target, b=source: a.copy_(b), device, effort) * 1e6)
+        del source, target
+    a, b = (torch.randn(n, n, device=device).to(kind) for _ in range(2))
+    rate = 2 * n**3 / (_median(lambda: a @ b, device, effort) * 1e6)
+    found["bf16_TFLOPs" if cuda else "fp32_TFLOPs"] = rate
+    return {**found, "copy_small_MiB": small / (1 << 20)}
+
+
+def _median(fn: Work, device: torch.device, effort: Effort) -> float:
+    """Microseconds."""
+    work = {"": fn}
+    if device.type == "cuda":
+        measure = functools.partial(timing.device_times, work, rounds=20)
+    else:
+        measure = functools.partial(timing.cpu_times, work, rounds=effort.rounds)
+    return repeated(measure, effort.repeats)[0][""].median

@@ -1,0 +1,117 @@
+"""Compiles what the benches run into a library, here for a card elsewhere or for this machine.
+
+    python -m bench.prepare out/card --target h100
+
+makes out/card/library and out/card/trust (keys of its own), out/card/compiled.json with what each compilation took,
+and out/card.tar of all three, which keeps the file modes that the library insists on.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.blocks import available
+from bench.results import commit
+from esper_ir import canonical, text
+from forge.lower import PhaseLowering
+from forge.pass_manager import run
+from forge.pipelines import FAST, Pipeline, Step
+from forge.service import CompileResult, compile_file
+from forge.target import resolve
+from forge.work import Work
+from library.store import Library
+
+HERE = Path(__file__).resolve().parent
+HOST_BLOCK = HERE / "blueprints" / "host_block.json"
+HOST_STEPS = 3
+REPEATED = "host_block_3"
+
+
+def repeat_last(work: Work) -> Work:
+    """The last step of every training plan again until the plan has `HOST_STEPS`: a block of that many launches
+    with a known meaning, since the step writes the same values again. The inference plan stays as it is."""
+    return replace(work, lowerings=tuple(_repeated(low) for low in work.lowerings))
+
+
+def _repeated(low: PhaseLowering) -> PhaseLowering:
+    steps = low.plan.steps
+    if low.plan.phase == "inference" or len(steps) >= HOST_STEPS:
+        return low
+    again = (*steps, *[steps[-1]] * (HOST_STEPS - len(steps)))
+    return replace(low, plan=replace(low.plan, steps=again))
+
+
+def repeating() -> Pipeline:
+    steps: list[Step] = []
+    for step in FAST.steps:
+        steps.append(step)
+        if step[0] == "plan":
+            steps.append(("repeat", repeat_last))
+    return Pipeline(FAST.name, FAST.summary, tuple(steps))
+
+
+def compile_repeated(target: str, library: Library) -> str:
+    """The host block with three launches forward and three backward; its artifact id."""
+    blueprint = replace(
+        text.load(HOST_BLOCK), name=REPEATED, metadata={"description": "three launches each way"}
+    )
+    work = run(repeating(), Work(blueprint, resolve(target), FAST.name))
+    library.put_blueprint(canonical.blueprint_id(blueprint), text.render(blueprint).encode(), blueprint.name)
+    return library.put_artifact(work.container).id
+
+
+def compile_all(target: str, library: Library, only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Every block that has a blueprint and the two host blocks; seconds of each by artifact id."""
+    made: dict[str, dict[str, Any]] = {}
+    for path in [*(b.blueprint for b in available(tuple(only))), HOST_BLOCK]:
+        for found in compile_file(path, targets=(target,), library=library):
+            made[found.artifact_id] = _facts(path.stem, found)
+            click.echo(f"{path.stem}: {found.artifact_id} {found.seconds['total']:.1f} s", err=True)
+    repeated = compile_repeated(target, library)
+    made[repeated] = {"block": REPEATED}
+    click.echo(f"{REPEATED}: {repeated}", err=True)
+    return made
+
+
+def _facts(name: str, found: CompileResult) -> dict[str, Any]:
+    return {
+        "block": name,
+        "total": found.seconds["total"],
+        "kernels": found.kernels,
+        "bytes": found.size_bytes,
+    }
+
+
+def pack(folder: Path) -> Path:
+    """A tar beside the folder; an unpacked copy anywhere is the same library."""
+    out = folder.with_suffix(".tar")
+    with tarfile.open(out, "w") as tar:
+        tar.add(folder, arcname=folder.name)
+    return out
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--target", default="h100", show_default=True)
+@click.option("--only", multiple=True, help="Words in the names of blocks; the host blocks always.")
+def main(folder: Path, target: str, only: tuple[str, ...]) -> None:
+    """Compile the blocks for TARGET into FOLDER/library and pack it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with Library.open(folder / "library", trust=folder / "trust", roles=("compiler",)) as library:
+        made = compile_all(target, library, only)
+    (folder / "compiled.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
+    head, dirty = commit()
+    (folder / "commit").write_text(f"{head} {int(dirty)}\n", encoding="utf-8")
+    place = pack(folder)
+    click.echo(f"{place}: {place.stat().st_size >> 10} KiB", err=True)
+
+
+if __name__ == "__main__":
+    main()
