@@ -1,18 +1,17 @@
 #!/bin/bash
-# Everything that a machine with a card does, in one call: prove what was compiled elsewhere, measure, run the card's tests.
-#   bash bench/card.sh [folder for results]     (default: $OUT, else out/results)
-# Needs out/card.tar (python -m bench.prepare out/card) and, where packages are missing, wheels for them in .whl/.
-# Every step has a time limit of its own, so that one that hangs costs nothing but itself. ESPER_COMMIT names the commit.
+# What a machine with a card does in one call, inside the unpacked tar of bench/snapshot.sh: prove what was compiled
+# elsewhere, measure, run the card's tests.
+#   bash bench/card.sh [folder for results]     (default: $OUT, else results beside the source)
+# WHEELS: a folder of wheels for packages that are missing there. Every step has a time limit of its own, so that one
+# that hangs costs nothing but itself.
 set -u
 cd "$(dirname "$0")/.."
-RESULTS=${1:-${OUT:-out/results}}
+HOME_OF_RUN=$(cd .. && pwd)
+RESULTS=${1:-${OUT:-$HOME_OF_RUN/results}}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$RESULTS"
 exec > >(tee -a "$RESULTS/log.txt") 2>&1
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-PLACE=${ESPER_PLACE:-/tmp/esper}
-CARD=${CARD:-out/card}
-NAME=$(basename "$CARD")
 FAILED=""
 
 step() {  # step SECONDS NAME COMMAND...
@@ -26,14 +25,14 @@ step() {  # step SECONDS NAME COMMAND...
     return $code
 }
 
-if [ -d .whl ]; then
-    step 90 wheels "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$PLACE-site" .whl/*.whl
-    export PYTHONPATH="$PLACE-site${PYTHONPATH:+:$PYTHONPATH}"
+if [ -n "${WHEELS:-}" ]; then
+    step 90 wheels "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$HOME_OF_RUN/site" "$WHEELS"/*.whl
+    export PYTHONPATH="$HOME_OF_RUN/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-mkdir -p -m 700 "$PLACE" && tar -xpf "$CARD.tar" -C "$PLACE" --no-same-owner || exit 1
-export ESPER_COMMIT=${ESPER_COMMIT:-$(cut -d' ' -f1 "$PLACE/$NAME/commit")} ESPER_DIRTY=${ESPER_DIRTY:-$(cut -d' ' -f2 "$PLACE/$NAME/commit")}
-export ESPER_LIBRARY="$PLACE/$NAME/library" ESPER_KEYS="$PLACE/$NAME/trust"
+read -r ESPER_COMMIT ESPER_DIRTY < "$HOME_OF_RUN/commit" && export ESPER_COMMIT ESPER_DIRTY
+export ESPER_LIBRARY="$HOME_OF_RUN/library" ESPER_KEYS="$HOME_OF_RUN/trust"
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv
 if ! "$PYTHON" -c "import runtime._native" 2>/dev/null; then
@@ -43,7 +42,7 @@ fi
 "$PYTHON" -c "import runtime, json; print(json.dumps(runtime.doctor()))"
 
 # Those of named blocks; the host bench says why its own are not proven.
-IDS=$("$PYTHON" -c "import json, sys; print(*(k for k, v in json.load(open(sys.argv[1])).items() if not v['block'].startswith('host_')))" "$PLACE/$NAME/compiled.json")
+IDS=$("$PYTHON" -c "import json, sys; print(*(k for k, v in json.load(open(sys.argv[1])).items() if not v['block'].startswith('host_')))" "$HOME_OF_RUN/compiled.json")
 step "${PROVE_S:-100}" prove "$PYTHON" -m gauntlet.cli bench $IDS ${QUICK---quick} --json > "$RESULTS/verdicts.json"
 "$PYTHON" - "$RESULTS/verdicts.json" <<'PY'
 import json, sys
@@ -53,7 +52,7 @@ try:
 except Exception as error:
     print("no verdicts:", error)
 PY
-HARNESS="$PYTHON -m bench.harness --library $PLACE/$NAME --unproven --out $RESULTS"
+HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESULTS"
 step "${LOAD_S:-60}" load $HARNESS load ${ONLY:+--only "$ONLY"}
 step "${HOST_S:-90}" host $HARNESS host --host-seconds 45
 step "${BITS_S:-50}" bits $HARNESS bits ${ONLY:+--only "$ONLY"}

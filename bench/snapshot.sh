@@ -1,0 +1,17 @@
+#!/bin/bash
+# Packs one commit with what it compiles for a card, so that a machine elsewhere measures exactly that commit:
+#   bash bench/snapshot.sh [commit] [words in block names...]     writes out/card.tar (source, library, keys)
+# There:  tar -xpf out/card.tar -C /tmp && cd /tmp/card/src && bash bench/card.sh
+set -eu
+cd "$(dirname "$0")/.."
+COMMIT=$(git rev-parse "${1:-HEAD}")
+[ $# -gt 0 ] && shift
+PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+FOLDER=$PWD/out/card
+rm -rf "$FOLDER" "$FOLDER.tar"
+mkdir -p -m 700 "$FOLDER" "$FOLDER/src"
+git archive "$COMMIT" | tar -x -C "$FOLDER/src"
+cd "$FOLDER/src"
+include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
+gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so
+ESPER_COMMIT=$COMMIT ESPER_DIRTY=0 PYTHONPATH=$PWD "$PYTHON" -m bench.prepare "$FOLDER" --target "${TARGET:-h100}" $(printf -- '--only %s ' "$@")
