@@ -7,6 +7,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+
 from runtime.errors import fail
 
 _p, _i, _u, _s, _z = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_char_p, ctypes.c_size_t
@@ -138,9 +140,11 @@ class Library:
     def __init__(self, driver: Driver, device: int, name: str, data: bytes | memoryview) -> None:
         self.driver, self.device, self.name = driver, device, name
         driver.enter(device)
-        self._data = bytes(data)
+        # The verified bytes themselves, by address: no copy between check and use.
+        self._data = numpy.frombuffer(data, dtype=numpy.uint8)
+        address = self._data.ctypes.data
         self._handle = driver._get_pointer(
-            "cuLibraryLoadData", self._data, None, None, 0, None, None, 0, node=name
+            "cuLibraryLoadData", address, None, None, 0, None, None, 0, node=name
         )
 
     def find(self, entry: str) -> int:
@@ -151,6 +155,8 @@ class Library:
         """Launchable handle of a kernel, its code on the device, `shared` bytes of dynamic shared memory
         allowed."""
         driver = self.driver
+        if not self._handle:
+            raise fail("E0809", f"{self.name} is unloaded already", node=entry)
         driver.enter(self.device)
         function = driver._get_pointer("cuKernelGetFunction", kernel, node=entry)
         if shared > SHARED_WITHOUT_OPTIN:

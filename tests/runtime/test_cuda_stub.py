@@ -189,6 +189,9 @@ def test_loading_primes_every_kernel(stub: Stub) -> None:
     code.prime()
     assert code.address[big.name] == first and stub.number("stub_attributes").value == attributes + 1
     assert len(set(code.address.values())) == len(launch.kernels)
+    late = cuda_code(stub, launch)
+    late.close()
+    refusal("E0809", late.prime)
     before = stub.number("stub_unloads").value
     code.close()
     code.close()
