@@ -197,7 +197,8 @@ def test_a_directory_without_write_permission(home: Path, fast_tmp: Path) -> Non
     assert status == 40 and contents(home) == before
 
 
-def test_a_full_disk(disk_home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["handle", "command"])
+def test_a_full_disk(disk_home: Path, tmp_path: Path, by: str) -> None:
     """A real one: 8 MB. The refusal is named, the library sound, collection works and then there is room
     again.
     """
@@ -217,21 +218,31 @@ def test_a_full_disk(disk_home: Path, tmp_path: Path) -> None:
         "        codes.append((error.code, error.exit_code))\n"
         "assert stored and set(codes) == {('E0703', 15)}, (stored, codes)\n"
         "assert len(lib.artifacts()) == stored\n"
-        "open(root + '/filler', 'wb').write(b'x')\n"
-        "try:\n"
-        "    with open(root + '/filler', 'ab', 0) as file:\n"
-        "        while True: file.write(b'x' * 4096)\n"
-        "except OSError: pass\n"
-        "report = lib.collect(grace_s=0, dry_run=False)\n"
-        "assert report.removed >= 1 and report.bytes >= 1 << 20, report\n"
+        "def fill():\n"
+        "    try:\n"
+        "        with open(root + '/filler', 'ab', 0) as file:\n"
+        "            while True: file.write(b'x' * 4096)\n"
+        "    except OSError: pass\n"
+        "fill()\n"
+        "if sys.argv[2] == 'command':\n"
+        "    lib.index.close()\n"
+        "    fill()\n"
+        "    import subprocess; free = os.statvfs(root); assert free.f_bavail == 0, free\n"
+        "    command = [sys.executable, '-m', 'library.cli', '--library', root + '/library', 'gc', '--apply']\n"
+        "    subprocess.run([*command, '--grace', '0'], check=True)\n"
+        "    lib = Library.open(root + '/library')\n"
+        "    assert len(lib.artifacts()) == stored\n"
+        "else:\n"
+        "    report = lib.collect(grace_s=0, dry_run=False)\n"
+        "    assert report.removed >= 1 and report.bytes >= 1 << 20, report\n"
         "lib.put_artifact(make_container(1000, size=300_000))\n"
         "assert verify_library(lib, lib.artifacts(), contents=True).findings == ()\n"
         "lib.close()\n"
         "print('ok', stored)\n"
     )
-    script = 'mount -t tmpfs -o size=8m,mode=700 none "$1"; exec "$2" -c "$3" "$1"'
-    done = mounted(script, str(place), sys.executable, program)
-    assert done.returncode == 0 and done.stdout.startswith("ok"), done
+    script = 'mount -t tmpfs -o size=8m,mode=700 none "$1"; exec "$2" -c "$3" "$1" "$4"'
+    done = mounted(script, str(place), sys.executable, program, by)
+    assert done.returncode == 0 and "ok " in done.stdout, done
 
 
 def test_a_disk_too_small_for_a_library(tmp_path: Path, disk_home: Path) -> None:
