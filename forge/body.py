@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node, Ref
 from esper_ir.opdef import Pointwise, Reduction
 from esper_ir.registry import OPS
 from esper_ir.scalar import Arg, Const, Expr, prim, substitute
-from esper_ir.types import Dim
+from esper_ir.types import Dim, DType
 from forge.groups import Group, Placement, lowering_kind
-from forge.plan import Access, Compute, Load, Reduce, Stmt, Store
+from forge.plan import INDEX, Access, Compute, Load, Reduce, Stmt, Store
 from forge.views import ONE, View, dense_strides
 
 ZERO = Dim()
@@ -40,7 +39,7 @@ class BodyBuilder:
         self.stored = stored
         self.body = Body()
         self.names: dict[str, str] = {}
-        self.loaded: dict[tuple[str, tuple[Dim, ...]], str] = {}
+        self.loaded: dict[Access, str] = {}
         self.producers = {n.id: n for n in graph}
 
     def build(self) -> Body:
@@ -110,7 +109,7 @@ class BodyBuilder:
             self.body.stmts.append(Store(len(self.body.accesses) - 1, name))
             self.body.partials[node.id] = buffer
             return
-        self.names[node.id] = finish_reduction(node, self.graph, name, self.add)
+        self.names[node.id] = finish_reduction(node, self.graph, name, self.add, self.size)
 
     def source(self, node: Node) -> str:
         operand = node.tensors[0]
@@ -125,14 +124,14 @@ class BodyBuilder:
     # Operands ------------------------------------------------------------------------------------------------------
 
     def constant(self, ref: Ref) -> float | int | bool | None:
-        """The number an operand is: a literal, or a `full` (through views)."""
+        """The number an operand is: a literal, or a `full` of one (through views)."""
         if not isinstance(ref, str):
             return ref
         node = self.producers.get(self.views[ref].base)
-        if node is not None and lowering_kind(node) == "creation":
-            value = node.attr("value")
-            return value if not isinstance(value, Dim) else _static(value, node)
-        return None
+        if node is None or node.op != "full":
+            return None
+        value = node.attr("value")
+        return value.static if isinstance(value, Dim) else value
 
     def operand(self, node: Node, position: int) -> str:
         ref = node.inputs[position]
@@ -155,12 +154,34 @@ class BodyBuilder:
     def load(self, value: str, placement: Placement) -> str:
         view = self.views[value]
         strides = self.strides(placement, view.strides)
-        key = (view.base, strides)
-        if key not in self.loaded:
-            self.body.accesses.append(Access(view.base, self.graph.types[view.base].dtype, strides))
+        maker, dtype = self.producers.get(view.base), self.graph.types[view.base].dtype
+        if maker is not None and maker.op == "full":
+            return self.size(Dim.of(maker.attr("value")), dtype)
+        if maker is not None and maker.op == "arange":
+            return self.rounded(self.read(Access(INDEX, DType.int64, strides, offset=view.offset)), dtype)
+        return self.read(Access(view.base, dtype, strides, offset=view.offset))
+
+    def read(self, access: Access) -> str:
+        """The value behind an access, read once."""
+        if access not in self.loaded:
+            self.body.accesses.append(access)
             at = len(self.body.accesses) - 1
-            self.loaded[key] = self.add(lambda n: Load(n, at))
-        return self.loaded[key]
+            self.loaded[access] = self.add(lambda n: Load(n, at))
+        return self.loaded[access]
+
+    def size(self, value: Dim, dtype: DType) -> str:
+        """A symbolic size as a value of the body."""
+        strides = (ZERO,) * len(self.group.space)
+        return self.rounded(self.read(Access(INDEX, DType.int64, strides, offset=value)), dtype)
+
+    def rounded(self, name: str, dtype: DType) -> str:
+        """An integer in another type."""
+        if dtype is DType.int64:
+            return name
+        key = f"{name}:{dtype.value}"
+        if key not in self.names:
+            self.names[key] = self.add(lambda n: Compute(n, Arg(0), (name,), dtype))
+        return self.names[key]
 
     def store(self, value: str) -> None:
         kind = self.graph.types[value]
@@ -169,8 +190,11 @@ class BodyBuilder:
         self.body.stmts.append(Store(len(self.body.accesses) - 1, self.names[value]))
 
 
-def finish_reduction(node: Node, graph: Graph, name: str, add: Callable[[Callable[[str], Stmt]], str]) -> str:
-    """Divide by the count for a mean and round to the node's dtype."""
+def finish_reduction(
+    node: Node, graph: Graph, name: str, add: Callable[[Callable[[str], Stmt]], str],
+    size: Callable[[Dim, DType], str],
+) -> str:  # fmt: skip
+    """Divide by the count for a mean and round to the node's dtype; `size` gives a symbolic size as a value."""
     low = OPS[node.op].lowering
     assert isinstance(low, Reduction)
     dtype = node.types[0].dtype
@@ -180,19 +204,13 @@ def finish_reduction(node: Node, graph: Graph, name: str, add: Callable[[Callabl
         count = ONE
         for axis in node.attr("dims"):
             count = count * source.shape[axis]
-        expr = prim("div", Arg(0), _static(count, node))
+        if count.static is None:
+            divisor = size(count, source.dtype.compute)
+            return add(lambda n: Compute(n, prim("div", Arg(0), Arg(1)), (name, divisor), dtype))
+        expr = prim("div", Arg(0), count.static)
     if isinstance(expr, Arg) and dtype is source.dtype.compute:
         return name
     return add(lambda n: Compute(n, expr, (name,), dtype))
-
-
-def _static(value: Dim, node: Node) -> int:
-    if value.static is None:
-        raise EsperError(
-            "E0532", f"{node.op} needs the symbolic size {value} as a number in a kernel", node=node.id,
-            hint="make the axis static",
-        )  # fmt: skip
-    return value.static
 
 
 def collapse(
@@ -217,7 +235,7 @@ def collapse(
         for axis in group:
             size = size * space[axis]
         sizes.append(size)
-    out = [Access(a.buffer, a.dtype, tuple(a.strides[g[-1]] for g in merged), a.partial) for a in accesses]
+    out = [replace(a, strides=tuple(a.strides[g[-1]] for g in merged)) for a in accesses]
     return tuple(sizes), out
 
 

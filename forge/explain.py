@@ -81,7 +81,7 @@ def group_traffic(graph: Graph, group: Group, made: Lowered, sizes: Mapping[str,
         if isinstance(step, Call):
             for operand in step.inputs:
                 read[operand.value] = _bytes(graph, operand.value, made, sizes)
-            written[step.out.value] = _bytes(graph, step.out.value, made, sizes)
+            written |= {o.value: _bytes(graph, o.value, made, sizes) for o in step.outs}
             continue
         stores = {step.plan.accesses[s.access].buffer for s in step.plan.body if type(s).__name__ == "Store"}
         for buffer in step.plan.buffers:

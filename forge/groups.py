@@ -154,6 +154,8 @@ class Matcher:
             lead = len(new) - len(old)
             grown: list[int | None] = [None] * lead + list(placement)
             return self._complete(group, node, new, grown)
+        if low.kind in ("slice", "flip"):
+            return Rejected("view", f"{node.id} moves along an axis")
         kept = [a for a, size in zip(placement, old, strict=True) if size != ONE]
         if [s for s in old if s != ONE] != [s for s in new if s != ONE]:
             return Rejected("reshape", f"{node.id} regroups axes")

@@ -132,7 +132,8 @@ class _Lowerer:
 
     def call(self, group: str, call: Call, temps: Mapping[str, Temp]) -> ExternStep:
         inputs = tuple(self.view(o, temps) for o in call.inputs)
-        return ExternStep(group, call.op, inputs, self.view(call.out, temps), call.attrs)
+        outs = tuple(self.view(o, temps) for o in call.outs)
+        return ExternStep(group, call.op, inputs, outs, call.attrs)
 
     def view(self, operand: Operand, temps: Mapping[str, Temp]) -> LaunchView:
         return LaunchView(
@@ -235,19 +236,19 @@ def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
     operands: list[Operand] = []
     for position, side in enumerate(extern.sides(node, low.graph, parts.views)):
         try:
-            operands.append(extern.operand(side))
+            operands.append(extern.operand(side, node))
         except extern.NotDense:
             dense = f"{node.id}:operand{position}"
             dtype = low.graph.types[side.base].dtype
             copies.append(_copy(low, side, dense, dtype, f"{name}_copy{position}"))
             temps[dense] = Temp(dtype, side.shape)
-            operands.append(extern.operand(View(dense, side.shape, dense_strides(side.shape))))
-    return Lowered("extern", (*copies, extern.call(node, operands[0], operands[1])), temps)
+            operands.append(extern.operand(View(dense, side.shape, dense_strides(side.shape)), node))
+    return Lowered("extern", (*copies, extern.call(node, operands)), temps)
 
 
 def _copy(low: _Lowerer, view: View, dense: str, dtype: DType, name: str) -> Launch:
     accesses = [
-        Access(view.base, dtype, view.strides),
+        Access(view.base, dtype, view.strides, offset=view.offset),
         Access(dense, dtype, dense_strides(view.shape)),
     ]
     body = Body(accesses, [Load("v0", 0), Store(1, "v0")])

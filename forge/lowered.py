@@ -30,11 +30,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Call:
-    """A library call (runtime/externs.py) that writes `out`."""
+    """A library call (runtime/externs.py) that writes `outs`."""
 
     op: str
     inputs: tuple[Operand, ...]
-    out: Operand
+    outs: tuple[Operand, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
 
 

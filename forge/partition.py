@@ -115,10 +115,13 @@ def _candidates(node: Node, out: Partition, owner: dict[str, Group]) -> list[Gro
 def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Group:
     kind = lowering_kind(node)
     low = OPS[node.op].lowering
-    if isinstance(low, Opaque) or kind not in ("pointwise", "reduction", "movement", "contraction"):
+    if kind not in ("pointwise", "reduction", "movement", "contraction", "opaque"):
         raise EsperError("E0530", f"no template lowers {node.op}", node=node.id)
     group = matcher.start(node)
     out.groups.append(group)
+    if isinstance(low, Opaque):
+        _library_call(group, node, out)
+        return group
     if kind == "contraction":
         group.contraction = node
         group.nodes.append(node)
@@ -134,6 +137,14 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
         return group
     matcher.join(group, node, placement)
     return group
+
+
+def _library_call(group: Group, node: Node, out: Partition) -> None:
+    group.contraction = node
+    group.nodes.append(node)
+    group.placements[node.id] = everywhere(group.space)
+    out.externs.add(node.id)
+    out.refusals.append(Refusal(node.id, node.op, Rejected("extern", f"{node.op} has no template, a library call")))
 
 
 def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:

@@ -30,16 +30,22 @@ from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
 
 
+INDEX = ""
+"""Buffer of an access that reads no memory: the value is the element's own address, an integer."""
+
+
 @dataclass(frozen=True)
 class Access:
-    """A buffer read or written: `strides` per axis of the space, in elements; `partial` marks the [programs, cols]
-    workspace of a col reduction, addressed by program and column.
+    """A buffer read or written: element `offset` + sum of position x stride over the axes of the space; `partial` marks
+    the [programs, cols] workspace of a col reduction, addressed by program and column. With the buffer `INDEX` that
+    number is itself the value: a position along an axis (stride 1) or a size (no strides, only the offset).
     """
 
     buffer: str
     dtype: DType
     strides: tuple[Dim, ...]
     partial: bool = False
+    offset: Dim = Dim()
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class KernelPlan:
     def buffers(self) -> tuple[str, ...]:
         """Distinct buffer names, operands of the contraction first, in order of first access."""
         extra = (self.matmul.a, self.matmul.b) if self.matmul else ()
-        return tuple(dict.fromkeys(a.buffer for a in (*extra, *self.accesses)))
+        return tuple(dict.fromkeys(a.buffer for a in (*extra, *self.accesses) if a.buffer != INDEX))
 
     @property
     def buffer_dtypes(self) -> tuple[DType, ...]:
@@ -226,7 +232,8 @@ class KernelPlan:
 
 def _access(a: Access) -> str:
     strides = ", ".join(str(s) for s in a.strides)
-    return f"{a.buffer}:{a.dtype.value}[{strides}]" + ("@partial" if a.partial else "")
+    offset = f"+{a.offset}" if a.offset != Dim() else ""
+    return f"{a.buffer}:{a.dtype.value}[{strides}]{offset}" + ("@partial" if a.partial else "")
 
 
 def _stmt(s: Stmt, accesses: tuple[Access, ...]) -> str:

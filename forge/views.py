@@ -16,11 +16,14 @@ ZERO = Dim()
 
 @dataclass(frozen=True)
 class View:
-    """`base` (a value with memory of its own) read with `strides` in elements, one per axis of `shape`; no offset."""
+    """`base` (a value with memory of its own) read from element `offset` on with `strides` in elements, one per axis
+    of `shape`.
+    """
 
     base: str
     shape: tuple[Dim, ...]
     strides: tuple[Dim, ...]
+    offset: Dim = ZERO
 
 
 def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -34,7 +37,7 @@ def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def is_dense(view: View) -> bool:
-    return view.strides == dense_strides(view.shape)
+    return view.offset == ZERO and view.strides == dense_strides(view.shape)
 
 
 def movement(node: Node) -> str | None:
@@ -63,11 +66,23 @@ def _move(node: Node, source: View) -> View | None:
         strides = [ZERO] * lead + [
             ZERO if old == ONE else stride for old, stride in zip(source.shape, source.strides, strict=True)
         ]
-        return View(source.base, shape, tuple(strides))
+        return View(source.base, shape, tuple(strides), source.offset)
     if kind == "permute":
         order = permutation(node, len(shape))
-        return View(source.base, shape, tuple(source.strides[i] for i in order))
-    return _reshape(source, shape)
+        return View(source.base, shape, tuple(source.strides[i] for i in order), source.offset)
+    return _part(node, source) if kind in ("slice", "flip") else _reshape(source, shape)
+
+
+def _part(node: Node, source: View) -> View:
+    """Every `step`-th element from `start` on along one axis; or the axis read backwards."""
+    axis = int(node.attr("dim"))
+    stride, size = source.strides[axis], source.shape[axis]
+    backwards = movement(node) == "flip"
+    start, step = (size - 1, -1) if backwards else (Dim.of(node.attr("start")), int(node.attr("step")))
+    shape = node.types[0].shape
+    strides = tuple(ZERO if n == ONE else s for n, s in zip(shape, source.strides, strict=True))
+    moved = (*strides[:axis], strides[axis] * step, *strides[axis + 1 :])
+    return View(source.base, shape, moved, source.offset + stride * start)
 
 
 def permutation(node: Node, rank: int) -> tuple[int, ...]:
@@ -76,11 +91,12 @@ def permutation(node: Node, rank: int) -> tuple[int, ...]:
 
 
 def _reshape(source: View, shape: tuple[Dim, ...]) -> View | None:
-    """Dense memory reshapes freely; otherwise only axes of size 1 may come and go."""
-    if is_dense(source):
-        return View(source.base, shape, dense_strides(shape))
+    """A run of memory reshapes freely; otherwise only axes of size 1 may come and go."""
+    if source.strides == dense_strides(source.shape):
+        return View(source.base, shape, dense_strides(shape), source.offset)
     old = [(size, stride) for size, stride in zip(source.shape, source.strides, strict=True) if size != ONE]
     if [size for size, _ in old] != [size for size in shape if size != ONE]:
         return None
     remaining = iter(old)
-    return View(source.base, shape, tuple(ZERO if size == ONE else next(remaining)[1] for size in shape))
+    strides = tuple(ZERO if size == ONE else next(remaining)[1] for size in shape)
+    return View(source.base, shape, strides, source.offset)

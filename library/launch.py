@@ -126,13 +126,13 @@ class View:
 
 @dataclass(frozen=True)
 class ExternStep:
-    """`op` from the closed table of runtime/externs.py; `attrs` are JSON scalars. Writes into `out`,
+    """`op` from the closed table of runtime/externs.py; `attrs` are JSON scalars. Writes into `outs`,
     nothing else."""
 
     group: str
     op: str
     inputs: tuple[View, ...]
-    out: View
+    outs: tuple[View, ...]
     attrs: Mapping[str, Any]
 
 
@@ -486,7 +486,7 @@ def _check_plan(plan: Plan, kernels: set[str], where: str) -> None:
 
 def _check_step(step: KernelStep | ExternStep, kernels: set[str], where: str) -> list[int]:
     if isinstance(step, ExternStep):
-        return [v.buffer for v in (*step.inputs, step.out)]
+        return [v.buffer for v in (*step.inputs, *step.outs)]
     if not step.variants or any(v.kernel not in kernels for v in step.variants):
         raise _bad(where, f"step {step.group}: unknown kernel")
     if any(a.kind not in ("buffer", "size") for a in step.args):

@@ -52,14 +52,21 @@ class Extern:
         self.call, self.program = call, program
         self._run = externs.prepare(call.step.op, call.step.attrs, len(call.inputs))
         ieee = call.step.attrs.get("precision", "ieee") == "ieee"
-        self._watch = ieee and program.device.type == "cuda" and externs.TABLE[call.step.op].contraction
+        self._watch = ieee and program.device.type == "cuda" and externs.TABLE[call.step.op].flag != ""
 
     def __call__(self, stream: int, slots: list[Any]) -> None:
-        inputs = [view.of(slots[slot]) for slot, view in self.call.inputs]
-        slot, view = self.call.out
-        if self._watch and inputs[-1].dtype is torch.float32 and externs.tf32_in_force():
-            self.program.mismatch(self.call.step)
-        self._run(inputs, view.of(slots[slot]))
+        call = self.call
+        inputs = [view.of(slots[slot]) for slot, view in call.inputs]
+        if self._watch and inputs[-1].dtype is torch.float32 and externs.tf32_in_force(call.step.op):
+            self.program.mismatch(call.step)
+        outs = [view.of(slots[slot]) for slot, view in call.outs]
+        made = self._run(inputs, outs)
+        for value, out, (slot, view) in zip(made or (), outs, call.outs, strict=False):
+            own = slot >= call.fresh and view.whole and value.is_contiguous()
+            if own and value.dtype is out.dtype and value.shape == out.shape:
+                slots[slot] = value
+            else:
+                out.copy_(value)
 
 
 class Ready:

@@ -1,4 +1,4 @@
-"""The closed table of library calls that a plan may contain; each writes into `out` and nothing else.
+"""The closed table of library calls that a plan may contain; each gives its results and changes nothing else.
 
 They are called with dense or transposed views of buffers, below autograd and with no autocast.
 Process-wide flags are never set here: where one changes the meaning of a step (TF32 in a product declared
@@ -7,7 +7,7 @@ Process-wide flags are never set here: where one changes the meaning of a step (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
 from library.launch import View, evaluate
+from runtime.calls import CALLS, Extern, Run
 from runtime.errors import fail
 
-Run = Callable[[Sequence[Tensor], Tensor], None]
 _mm_typed = getattr(getattr(torch.ops.aten, "mm", None), "dtype_out", None)
 
 
@@ -69,7 +69,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _mm(attrs: Mapping[str, Any]) -> Run:
-    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        (out,) = outs
         a, b = inputs
         if out.dtype is a.dtype:
             torch.mm(a, b, out=out)
@@ -84,7 +85,8 @@ def _mm(attrs: Mapping[str, Any]) -> Run:
 def _addmm(attrs: Mapping[str, Any]) -> Run:
     beta, alpha = attrs.get("beta", 1), attrs.get("alpha", 1)
 
-    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        (out,) = outs
         bias, a, b = inputs
         torch.addmm(bias, a, b, beta=beta, alpha=alpha, out=out)
 
@@ -92,8 +94,8 @@ def _addmm(attrs: Mapping[str, Any]) -> Run:
 
 
 def _bmm(attrs: Mapping[str, Any]) -> Run:
-    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
-        torch.bmm(inputs[0], inputs[1], out=out)
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        torch.bmm(inputs[0], inputs[1], out=outs[0])
 
     return run
 
@@ -101,28 +103,20 @@ def _bmm(attrs: Mapping[str, Any]) -> Run:
 def _baddbmm(attrs: Mapping[str, Any]) -> Run:
     beta, alpha = attrs.get("beta", 1), attrs.get("alpha", 1)
 
-    def run(inputs: Sequence[Tensor], out: Tensor) -> None:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        (out,) = outs
         bias, a, b = inputs
         torch.baddbmm(bias, a, b, beta=beta, alpha=alpha, out=out)
 
     return run
 
 
-@dataclass(frozen=True)
-class Extern:
-    """`arity` inputs; `attrs` it understands; `contraction`: the fp32 precision flag changes its meaning."""
-
-    arity: int
-    attrs: frozenset[str]
-    prepare: Callable[[Mapping[str, Any]], Run]
-    contraction: bool = True
-
-
 TABLE: Mapping[str, Extern] = {
-    "mm": Extern(2, frozenset({"precision"}), _mm),
-    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm),
-    "bmm": Extern(2, frozenset({"precision"}), _bmm),
-    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm),
+    "mm": Extern(2, frozenset({"precision"}), _mm, "matmul"),
+    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm, "matmul"),
+    "bmm": Extern(2, frozenset({"precision"}), _bmm, "matmul"),
+    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm, "matmul"),
+    **CALLS,
 }
 
 
@@ -132,7 +126,7 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
     if record is None:
         raise _bad(op, f"unknown extern {op!r}; this version knows {', '.join(TABLE)}")
     unknown = sorted(set(attrs) - record.attrs)
-    if unknown or inputs != record.arity:
+    if unknown or (inputs != record.arity and (record.arity or not inputs)):
         raise _bad(
             op,
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
@@ -144,6 +138,7 @@ def _bad(op: str, what: str) -> EsperError:
     return fail("E0809", what, node=op, hint="this artifact needs another version of the runtime")
 
 
-def tf32_in_force() -> bool:
-    """Whether torch would compute an fp32 product in TF32 on a card."""
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+def tf32_in_force(op: str) -> bool:
+    """Whether torch would multiply fp32 operands of this call in TF32 on a card."""
+    convolution = TABLE[op].flag == "cudnn"
+    return bool(torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32)

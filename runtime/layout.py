@@ -34,11 +34,13 @@ class Fresh:
 
 @dataclass(frozen=True)
 class ExternCall:
-    """One library call on slots. `key` is the step's position in the plan."""
+    """One library call on slots. `fresh`: from this slot on memory is the plan's own, and a result that the library
+    allocated may take its place."""
 
     step: ExternStep
     inputs: tuple[tuple[int, Strided], ...]
-    out: tuple[int, Strided]
+    outs: tuple[tuple[int, Strided], ...]
+    fresh: int
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _own_memory(plan: Plan, separate: bool) -> frozenset[int]:
     own |= {*plan.outputs, *plan.saved, *plan.gradients}
     for step in plan.steps:
         if isinstance(step, ExternStep):
-            own |= {v.buffer for v in (*step.inputs, step.out)}
+            own |= {v.buffer for v in (*step.inputs, *step.outs)}
     return frozenset(own)
 
 
@@ -214,7 +216,7 @@ def _lives(plan: Plan) -> dict[int, tuple[int, int]]:
         if isinstance(step, KernelStep):
             used = [a.value for a in step.args if a.kind == "buffer"]
         else:
-            used = [v.buffer for v in (*step.inputs, step.out)]
+            used = [v.buffer for v in (*step.inputs, *step.outs)]
         for number in used:
             assert isinstance(number, int)
             life[number] = (life.get(number, (at, at))[0], at)
@@ -236,10 +238,10 @@ def _step(
     shapes: Sequence[tuple[int, ...]],
     dims: Mapping[str, int],
     functions: Functions,
-) -> Launch | tuple[ExternStep, tuple[Strided, ...], Strided]:
+) -> Launch | tuple[ExternStep, tuple[Strided, ...], tuple[Strided, ...]]:
     if isinstance(step, ExternStep):
         views = tuple(strided(v, shapes[v.buffer], dims) for v in step.inputs)
-        return step, views, strided(step.out, shapes[step.out.buffer], dims)
+        return step, views, tuple(strided(v, shapes[v.buffer], dims) for v in step.outs)
     fitting = [v for v in step.variants if _fits(v, dims)]
     if not fitting:
         raise fail(
@@ -310,8 +312,9 @@ def _parts(steps: Sequence[Any], placer: _Placer, separate: bool) -> tuple[Segme
                 close()
             continue
         close()
-        extern, views, out = step
+        extern, *sides = step
         slot = [place[0] for place in placer.places]
-        parts.append(ExternCall(extern, tuple((slot[v.buffer], v) for v in views), (slot[out.buffer], out)))
+        views, outs = (tuple((slot[v.buffer], v) for v in side) for side in sides)
+        parts.append(ExternCall(extern, views, outs, placer.feeds + len(placer.given)))
     close()
     return tuple(parts)

@@ -7,7 +7,7 @@ kernels are one-dimensional.
 from __future__ import annotations
 
 from esper_ir.types import Dim
-from forge.emit.triton_base import COMBINE, Kernel, masked, statement
+from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
 from forge.emit.writer import dim_text
@@ -66,7 +66,7 @@ def _points(k: Kernel, tile: PointTile) -> None:
             access = k.plan.accesses[s.access]
             k.load(s, index, "ok" if k.access_axes(access) else "")
         elif isinstance(s, Store):
-            k.store(k.plan.accesses[s.access], s.value, index, "ok")
+            k.store(k.plan.accesses[s.access], s.value, index, "ok", "c")
         elif isinstance(s, Compute):
             k.compute(s)
 
@@ -86,7 +86,7 @@ def _sums(k: Kernel, tile: SumTile) -> None:
     feeding = {r.arg for r in reduces}
     shape = f"[{tile.block_parts}, {tile.block_cols}]"
     for r in reduces:
-        w.line(f"{r.name}_acc = tl.full({shape}, {COMBINE[r.combine][1]}, {TRITON_TYPE[k.dtypes[r.name]]})")
+        w.line(f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])}, {TRITON_TYPE[k.dtypes[r.name]]})")
     with w.block(f"for start in tl.range(0, {dim_text(parts)}, {tile.block_parts}):"):
         w.line(f"row = start + tl.arange(0, {tile.block_parts})[:, None]")
         w.line(f"ok = (row < {dim_text(parts)}) & col_ok")
@@ -94,10 +94,10 @@ def _sums(k: Kernel, tile: SumTile) -> None:
             if isinstance(s, Load) and s.name in feeding:
                 k.load(s, ["row", "col"], "ok")
         for r in reduces:
-            combine, identity = COMBINE[r.combine]
-            w.line(f"{r.name}_acc = {combine}({r.name}_acc, {masked(r.arg, 'ok', identity)})")
+            value = masked(r.arg, "ok", identity(r.combine, k.dtypes[r.name]))
+            w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
     for r in reduces:
-        w.line(f"{r.name} = tl.reduce({r.name}_acc, 0, {COMBINE[r.combine][0]}, keep_dims=True)")
+        w.line(f"{r.name} = tl.reduce({r.name}_acc, 0, {COMBINE[r.combine]}, keep_dims=True)")
     for s in k.plan.body:
         if not isinstance(s, Reduce) and not (isinstance(s, Load) and s.name in feeding):
             statement(k, s, ["0", "col"], {"r": "", "c": "col_ok"})
@@ -157,7 +157,7 @@ def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:
 
 def _operand(k: Kernel, access: Access, index: list[str], mask: str) -> str:
     """Operands of a dot keep their stored type (the tensor cores' own), except in the interpreter."""
-    address = f"{k.pointer[access.buffer]} + {k.offset(access.strides, index)}"
+    address = f"{k.pointer[access.buffer]} + {k.offset(access, index)}"
     text = f"tl.load({address}, mask={mask}, other=0)"
     return f"{text}.to(tl.float32)" if k.interpreted else text
 

@@ -7,9 +7,22 @@ from dataclasses import dataclass, field
 from esper_ir.types import Dim, DType
 from forge.emit.triton_scalars import TRITON_TYPE, rounded, spell
 from forge.emit.writer import Writer, dim_text
-from forge.plan import Access, Compute, KernelPlan, Load, Reduce, Stmt, Store
+from forge.plan import INDEX, Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store
 
-COMBINE = {"sum": ("_add", "0.0"), "max": ("_max", 'float("-inf")'), "min": ("_min", 'float("inf")')}
+COMBINE = {"sum": "_add", "max": "_max", "min": "_min"}
+_BITS = {DType.int64: 63, DType.int32: 31, DType.int16: 15, DType.int8: 7}
+
+
+def identity(combine: str, dtype: DType) -> str:
+    """What changes nothing when combined, in the type of the accumulator."""
+    if combine == "sum":
+        return "0.0" if dtype.is_floating else "0"
+    if dtype.is_floating:
+        return 'float("-inf")' if combine == "max" else 'float("inf")'
+    if dtype in (DType.bool, DType.uint8):
+        return "0" if combine == "max" else "1" if dtype is DType.bool else "255"
+    bits = _BITS[dtype]
+    return f"({-(1 << bits)})" if combine == "max" else str((1 << bits) - 1)
 
 
 @dataclass
@@ -28,10 +41,10 @@ class Kernel:
 
     # Addresses -----------------------------------------------------------------------------------------------------
 
-    def offset(self, strides: tuple[Dim, ...], index: list[str]) -> str:
+    def offset(self, access: Access, index: list[str]) -> str:
         """Element offset; an axis with stride 0 does not appear."""
-        terms = []
-        for stride, at in zip(strides, index, strict=True):
+        terms = [dim_text(access.offset)] if access.offset != Dim() else []
+        for stride, at in zip(access.strides, index, strict=True):
             if stride == Dim.of(1):
                 terms.append(at)
             elif stride != Dim():
@@ -40,17 +53,23 @@ class Kernel:
 
     def load(self, stmt: Load, index: list[str], mask: str, hint: str = "") -> None:
         access = self.plan.accesses[stmt.access]
-        self.w.line(f"{stmt.name} = {self.load_text(access, index, mask, hint)}")
+        text = self.number_text if access.buffer == INDEX else self.load_text
+        self.w.line(f"{stmt.name} = {text(access, index, mask, hint)}")
+
+    def number_text(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
+        """A position or a size as a tensor; a bare number becomes one by a sum with zero."""
+        zero = "" if self.access_axes(access) else " + tl.program_id(0) * 0"
+        return f"({self.offset(access, index)}{zero}).to({TRITON_TYPE[access.dtype]})"
 
     def load_text(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
-        address = f"{self.pointer[access.buffer]} + {self.offset(access.strides, index)}"
+        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}"
         masked = f", mask={mask}, other=0" if mask else ""
         text = f"tl.load({address}{masked}{hint})"
         return self.widened(access, text)
 
     def raw_load(self, access: Access, index: list[str], mask: str) -> str:
         """A load that keeps the stored type."""
-        address = f"{self.pointer[access.buffer]} + {self.offset(access.strides, index)}"
+        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}"
         return f"tl.load({address}{f', mask={mask}, other=0' if mask else ''})"
 
     def widened(self, access: Access, text: str) -> str:
@@ -63,18 +82,37 @@ class Kernel:
             else text
         )
 
-    def store(self, access: Access, value: str, index: list[str], mask: str) -> None:
-        address = f"{self.pointer[access.buffer]} + {self.offset(access.strides, index)}"
+    def store(self, access: Access, value: str, index: list[str], mask: str, axes: str = "") -> None:
+        """`axes` of the value: a pointer of its shape, also where every position has the same address."""
+        own = self.access_axes(access)
+        still = [index[0 if a == "r" else -1] for a in axes if a not in own]
+        if not own and not still:
+            still = [f"tl.zeros({self.one()}, tl.int32)"]
+        zeros = "".join(f" + {at} * 0" for at in still if at != "0")
+        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}{zeros}"
         masked = f", mask={mask}" if mask else ""
         narrow = f"({value}).to({TRITON_TYPE[access.dtype]})"
         self.w.line(f"tl.store({address}, {narrow}{masked})")
 
     def compute(self, stmt: Compute) -> None:
-        text = spell(stmt.expr, list(stmt.args), self.interpreted)
+        # Numbers alone become tensors, since a Python number has no type to be rounded to.
+        alone = "" if stmt.args else self.one()
+        text = spell(stmt.expr, list(stmt.args), self.interpreted, alone)
         plain = stmt.dtype in (DType.float32, DType.bool) and all(
             self.dtypes[a].compute is DType.float32 for a in stmt.args
         )
         self.w.line(f"{stmt.name} = {text if plain and stmt.args else rounded(text, stmt.dtype)}")
+
+    def one(self) -> str:
+        """Shape of a value that depends on no axis."""
+        return "[1]" if isinstance(self.plan.tile, PointTile) else "[1, 1]"
+
+    def whole(self, name: str) -> str:
+        """A value over all columns of the tile, where it depends on none."""
+        tile = self.plan.tile
+        if "c" in self.axes[name] or not isinstance(tile, RowTile):
+            return name
+        return f"tl.broadcast_to({name}, [{tile.block_rows}, {tile.block_cols}])"
 
     # Masks ---------------------------------------------------------------------------------------------------------
 
@@ -124,12 +162,12 @@ def statement(k: Kernel, s: Stmt, index: list[str], masks: dict[str, str]) -> No
         k.compute(s)
     elif isinstance(s, Store):
         access = k.plan.accesses[s.access]
-        k.store(access, s.value, index, k.mask(k.access_axes(access), masks))
+        # A value along an axis of size 1 is written by the one position that the mask leaves.
+        axes = k.access_axes(access) + k.axes[s.value]
+        k.store(access, s.value, index, k.mask(axes, masks), k.axes[s.value])
     elif s.axis == "row":
-        combine, identity = COMBINE[s.combine]
-        value = masked(s.arg, masks.get("c", ""), identity)
-        k.w.line(f"{s.name} = tl.reduce({value}, 1, {combine}, keep_dims=True)")
+        value = masked(k.whole(s.arg), masks.get("c", ""), identity(s.combine, k.dtypes[s.name]))
+        k.w.line(f"{s.name} = tl.reduce({value}, 1, {COMBINE[s.combine]}, keep_dims=True)")
     else:
-        combine, identity = COMBINE[s.combine]
-        mask = k.mask("rc", masks)
-        k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {masked(s.arg, mask, identity)})")
+        value = masked(s.arg, k.mask("rc", masks), identity(s.combine, k.dtypes[s.name]))
+        k.w.line(f"{s.name}_acc = {COMBINE[s.combine]}({s.name}_acc, {value})")

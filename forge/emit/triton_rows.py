@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from forge.emit.triton_base import COMBINE, Kernel, masked, statement
+from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
-from forge.plan import Load, Reduce, RowTile, Stmt, Store, phases
+from forge.plan import INDEX, Load, Reduce, RowTile, Stmt, Store, phases
 
 VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
 
@@ -60,7 +60,7 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     folded = tile.warps * 32 * VECTOR <= block
     for s in sums:
         shape = f"[{1 if folded else tile.block_rows}, {block}]"
-        w.line(f"{s.name}_acc = tl.full({shape}, {COMBINE[s.combine][1]}, {TRITON_TYPE[k.dtypes[s.name]]})")
+        w.line(f"{s.name}_acc = tl.full({shape}, {identity(s.combine, k.dtypes[s.name])}, {TRITON_TYPE[k.dtypes[s.name]]})")
     finished = {s.name for s in sums}
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
     _loop(k, tile, work, col_mask, folded)
@@ -73,7 +73,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         _row_lines(k, tile, "0")
         _block(k, work, {"r": "row_ok", **col_mask}, folded)
         return
-    loads = [s for s in work if isinstance(s, Load)] if tile.prefetch else []
+    loads = [s for s in work if isinstance(s, Load) and _reads(k, s)] if tile.prefetch else []
     rest = [s for s in work if s not in loads]
     if not loads:
         with k.w.block(head):
@@ -92,6 +92,10 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
             k.w.line(f"{name} = next_{name}")
 
 
+def _reads(k: Kernel, stmt: Load) -> bool:
+    return k.plan.accesses[stmt.access].buffer != INDEX
+
+
 def _fetch(k: Kernel, loads: list[Load], prefix: str, col_mask: dict[str, str]) -> None:
     """Loads of one block in their stored type, half the registers of the computed one."""
     index = [*k.row_indices(f"{prefix}row"), "col"]
@@ -105,8 +109,8 @@ def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool) -> 
     index = [*k.row_indices("row"), "col"]
     for s in work:
         if isinstance(s, Reduce) and s.axis == "col":
-            combine, identity = COMBINE[s.combine]
-            value = masked(s.arg, k.mask("rc", masks), identity)
+            combine = COMBINE[s.combine]
+            value = masked(s.arg, k.mask("rc", masks), identity(s.combine, k.dtypes[s.name]))
             value = f"tl.reduce({value}, 0, {combine}, keep_dims=True)" if folded else value
             k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {value})")
         else:
@@ -119,7 +123,7 @@ def _store_partials(k: Kernel, sums: list[Reduce], mask: str, folded: bool) -> N
         access = stores[s.name]
         total = f"{s.name}_acc"
         if not folded:
-            total = f"tl.reduce({total}, 0, {COMBINE[s.combine][0]}, keep_dims=True)"
+            total = f"tl.reduce({total}, 0, {COMBINE[s.combine]}, keep_dims=True)"
         where = f"{k.pointer[access.buffer]} + pid * {dim_text(k.plan.cols)} + col"
         k.w.line(f"tl.store({where}, {total}{f', mask={mask}' if mask else ''})")
 
@@ -145,7 +149,7 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
         for r in sweep.reduces:
             shape = f"[{tile.block_rows}, {tile.block_cols}]"
             w.line(
-                f"{r.name}_acc = tl.full({shape}, {COMBINE[r.combine][1]}, {TRITON_TYPE[k.dtypes[r.name]]})"
+                f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])}, {TRITON_TYPE[k.dtypes[r.name]]})"
             )
         with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
             w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
@@ -153,10 +157,9 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
             for s in sweep.full:
                 statement(k, s, [*outer, "col"], masks)
             for r in sweep.reduces:
-                combine, identity = COMBINE[r.combine]
-                value = masked(r.arg, k.mask("rc", masks), identity)
-                w.line(f"{r.name}_acc = {combine}({r.name}_acc, {value})")
+                value = masked(r.arg, k.mask("rc", masks), identity(r.combine, k.dtypes[r.name]))
+                w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
         for r in sweep.reduces:
-            w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine][0]}, keep_dims=True)")
+            w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine]}, keep_dims=True)")
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)

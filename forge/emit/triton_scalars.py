@@ -127,16 +127,23 @@ def preamble(interpreted: bool) -> str:
     return imports + "\n" + helpers + (_ROUND_INTERPRETED if interpreted else _ROUND_GPU)
 
 
-def spell(expr: Expr, args: list[str], interpreted: bool) -> str:
-    """Triton text of a scalar expression over the texts of its operands."""
+def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> str:
+    """Triton text of a scalar expression over the texts of its operands; with `alone`, a shape, numbers are
+    tensors of it.
+    """
     if isinstance(expr, Arg):
         return args[expr.index]
     if isinstance(expr, Const):
-        return _constant(expr.value)
+        return f"tl.full({alone}, {_constant(expr.value)}, {_number_type(expr)})" if alone else _constant(expr.value)
     if isinstance(expr, Cast):
-        return rounded(spell(expr.arg, args, interpreted), expr.dtype)
+        return rounded(spell(expr.arg, args, interpreted, alone), expr.dtype)
     table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE
-    return table[expr.name].format(*(spell(a, args, interpreted) for a in expr.args))
+    return table[expr.name].format(*(spell(a, args, interpreted, alone) for a in expr.args))
+
+
+def _number_type(number: Const) -> str:
+    kind = DType.bool if isinstance(number.value, bool) else DType.int64
+    return TRITON_TYPE[DType.float32 if isinstance(number.value, float) else kind]
 
 
 def rounded(text: str, dtype: DType) -> str:

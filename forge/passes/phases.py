@@ -105,7 +105,7 @@ def _owned(
 
     def solid(node: Node, name: str) -> bool:
         kind = lowering_kind(node)
-        return (kind in ("contraction", "reduction") and numbers(name)) or (
+        return (kind in ("contraction", "reduction", "opaque") and numbers(name)) or (
             kind == "movement" and known[node.id].base == node.id
         )
 

@@ -1,11 +1,14 @@
-"""Products as library calls: `mm` on two matrices, `bmm` on two stacks of them."""
+"""Library calls: products as `mm` on two matrices or `bmm` on two stacks of them, and operators without a template."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from esper_ir.graph import Graph, Node
-from esper_ir.types import Dim
+from esper_ir.opdef import Opaque
+from esper_ir.registry import OPS
+from esper_ir.types import Dim, DType
 from forge.lowered import Call, Operand
 from forge.views import ONE, View, dense_strides, is_dense
 
@@ -16,8 +19,18 @@ class NotDense(Exception):
     """The operand of a library call is not a permutation of dense memory; it is copied first."""
 
 
-def sides(node: Node, graph: Graph, views: Mapping[str, View]) -> tuple[View, View]:
-    """The operands as the library will multiply them: both of rank 2, or both with the batch axes of the result."""
+def template(node: Node) -> str:
+    """Name of the call of an operator that has no template, else empty."""
+    low = OPS[node.op].lowering
+    return low.template if isinstance(low, Opaque) else ""
+
+
+def sides(node: Node, graph: Graph, views: Mapping[str, View]) -> tuple[View, ...]:
+    """The operands as the library will read them; of a product both of rank 2, or both with the batch axes of the
+    result.
+    """
+    if template(node):
+        return tuple(views[v] for v in node.tensors)
     a, b = (views[v] for v in node.tensors[:2])
     if len(b.shape) == 2 and is_dense(a):
         rows = ONE
@@ -35,16 +48,18 @@ def _batched(view: View, batch: tuple[Dim, ...]) -> View:
     lead = len(batch) + 2 - len(view.shape)
     own = zip(view.shape[:-2], view.strides[:-2], batch[lead:], strict=True)
     strides = (*(ZERO for _ in range(lead)), *(ZERO if size == ONE else step for size, step, _ in own))
-    return View(view.base, (*batch, *view.shape[-2:]), (*strides, *view.strides[-2:]))
+    return View(view.base, (*batch, *view.shape[-2:]), (*strides, *view.strides[-2:]), view.offset)
 
 
-def operand(view: View) -> Operand:
-    """A view as reshape-then-permute of dense memory, with one batch axis at most. NotDense when it is none."""
-    flat = _one_batch(view)
+def operand(view: View, node: Node) -> Operand:
+    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense when it is
+    none.
+    """
+    flat = view if template(node) else _one_batch(view)
     order = sorted(range(len(flat.shape)), key=lambda axis: _rank(flat, axis))
     shape = tuple(flat.shape[axis] for axis in order)
     steps = zip((flat.strides[axis] for axis in order), dense_strides(shape), shape, strict=True)
-    if any(step != wanted and size != ONE for step, wanted, size in steps):
+    if view.offset != ZERO or any(step != wanted and size != ONE for step, wanted, size in steps):
         raise NotDense(view.base)
     permute = tuple(order.index(axis) for axis in range(len(order)))
     return Operand(view.base, shape, () if permute == tuple(range(len(permute))) else permute)
@@ -66,13 +81,30 @@ def _rank(view: View, axis: int) -> tuple[int, int]:
     return (-sum(len(m) * 64 + abs(c).bit_length() for m, c in stride.terms), axis)
 
 
-def call(node: Node, a: Operand, b: Operand) -> Call:
-    """The product of two operands into the node's own memory."""
+def call(node: Node, operands: Sequence[Operand]) -> Call:
+    """The results into the node's own memory."""
+    if template(node):
+        outs = tuple(Operand(n, t.shape) for n, t in zip(node.outputs, node.types, strict=True))
+        return Call(template(node), tuple(operands), outs, _scalars(node))
+    a, b = operands
     batch = (a.shape[_at(a, 0)],) if len(a.shape) == 3 else ()
     shape = (*batch, a.shape[_at(a, -2)], b.shape[_at(b, -1)])
     declared = dict(node.attrs).get("precision") or "ieee"
     attrs = {} if declared == "ieee" else {"precision": declared}
-    return Call("bmm" if batch else "mm", (a, b), Operand(node.id, shape), attrs)
+    return Call("bmm" if batch else "mm", (a, b), (Operand(node.id, shape),), attrs)
+
+
+def _scalars(node: Node) -> dict[str, Any]:
+    """Attributes as JSON scalars: numbers of a tuple joined by commas. Shapes are left out, the results have them."""
+    out: dict[str, Any] = {}
+    for name, value in node.attrs:
+        attr = OPS[node.op].attr(name)
+        if value is None or attr is None or attr.kind == "shape":
+            continue
+        if isinstance(value, tuple):
+            value = ",".join(str(v) for v in value)
+        out[name] = value.value if isinstance(value, DType) else value
+    return out
 
 
 def _at(operand: Operand, axis: int) -> int:

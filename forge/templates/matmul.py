@@ -6,6 +6,8 @@ in float32 and added in ascending order by a second kernel, which then runs the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Node
 from esper_ir.types import Dim
@@ -31,8 +33,8 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     kinds = [given.graph.types[v.base].dtype for v in (a, b)]
     lead = a.strides[-2] if len(a.strides) > 1 else ZERO
     spec = MatmulSpec(
-        Access(a.base, kinds[0], (lead, a.strides[-1])), Access(b.base, kinds[1], (b.strides[-2], b.strides[-1])),
-        depth, _precision(node),
+        Access(a.base, kinds[0], (lead, a.strides[-1]), offset=a.offset),
+        Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, _precision(node),
     )  # fmt: skip
     prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
     tile = given.choose(space, accesses, prior, spec)
@@ -57,7 +59,7 @@ def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]
         outer = len(space) == 1 and not narrow
         space = (ONE, *space) if outer else (*space, ONE)
         accesses = [
-            Access(x.buffer, x.dtype, (ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses
+            replace(x, strides=(ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses
         ]
     return (space[0], space[1]), accesses
 
@@ -72,7 +74,7 @@ def _plan(
     spec: MatmulSpec,
 ) -> KernelPlan:  # fmt: skip
     walked = (*accesses, spec.a, spec.b)
-    used = symbols(*space, spec.k, *(s for x in walked for s in x.strides))
+    used = symbols(*space, spec.k, *(s for x in walked for s in (*x.strides, x.offset)))
     return KernelPlan(
         given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=_far(given, space, spec)
     )
@@ -122,7 +124,7 @@ def _split(
     joined, walked = collapse(space, accesses, None)
     if len(joined) != 1:
         return _plain(given, space, accesses, tile, spec, tiles)
-    outs = [Access(x.buffer, x.dtype, (ZERO, *x.strides)) for x in walked]
+    outs = [replace(x, strides=(ZERO, *x.strides)) for x in walked]
     wide = 256
     total = KernelPlan(
         given.name + "_sum", (Dim.of(tile.split_k), flat), (Access(buffer, kind, (flat, ONE)), *outs),

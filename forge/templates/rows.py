@@ -8,7 +8,7 @@ partial rows depends on the number of rows alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,20 @@ from forge.body import Body, collapse, finish_reduction
 from forge.emit.triton import next_pow2
 from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
-from forge.plan import Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store, SumTile, Tile
+from forge.plan import (
+    INDEX,
+    Access,
+    Compute,
+    KernelPlan,
+    Load,
+    PointTile,
+    Reduce,
+    RowTile,
+    Stmt,
+    Store,
+    SumTile,
+    Tile,
+)
 from forge.target import Target
 from forge.tune.journal import Choices, choice_key
 from forge.views import ONE
@@ -85,17 +98,17 @@ def _two_sided(
         split += 1
     if split == 0:
         space = (ONE, *space)
-        accesses = [Access(a.buffer, a.dtype, (ZERO, *a.strides), a.partial) for a in accesses]
+        accesses = [replace(a, strides=(ZERO, *a.strides)) for a in accesses]
         split = 1
     if split == len(space):
         space = (*space, ONE)
-        accesses = [Access(a.buffer, a.dtype, (*a.strides, ZERO), a.partial) for a in accesses]
+        accesses = [replace(a, strides=(*a.strides, ZERO)) for a in accesses]
     return space, accesses, split
 
 
 def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
     if not space:
-        space, accesses = (ONE,), [Access(a.buffer, a.dtype, (ZERO,), a.partial) for a in accesses]
+        space, accesses = (ONE,), [replace(a, strides=(ZERO,)) for a in accesses]
     total = ONE
     for size in space:
         total = total * size
@@ -111,7 +124,7 @@ def _launch(
     given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], stmts: list[Stmt],
     tile: RowTile | PointTile | SumTile, programs: Dim, columns: Dim = ONE, suffix: str = "",
 ) -> Launch:  # fmt: skip
-    used = symbols(*space, *(s for a in accesses for s in a.strides))
+    used = symbols(*space, *(s for a in accesses for s in (*a.strides, a.offset)))
     plan = KernelPlan(
         given.name + suffix,
         space,
@@ -128,7 +141,7 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     """64-bit indices when some element offset over the declared range may pass 2**31."""
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
     for access in accesses:
-        reach = ONE
+        reach = ONE + access.offset
         for size, stride in zip(space, access.strides, strict=True):
             reach = reach + size * stride
         high = reach.bounds(ranges)[1]
@@ -205,6 +218,10 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         stmts.append(make(name))
         return name
 
+    def size(value: Dim, dtype: DType) -> str:
+        accesses.append(Access(INDEX, DType.int64, (ZERO, ZERO), offset=value))
+        return add(partial(_narrow, add(partial(_load, len(accesses) - 1)), dtype))
+
     for node_id, buffer in given.body.partials.items():
         node = given.graph.by_output[node_id]
         low = OPS[node.op].lowering
@@ -216,7 +233,7 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         total = add(partial(_fold, loaded, low.combine))
         if given.target.kind == "cpu":
             total = add(partial(_narrow, total, _dtype(given, node_id)))
-        names[node_id] = finish_reduction(node, given.graph, total, add)
+        names[node_id] = finish_reduction(node, given.graph, total, add, size)
     for node in given.group.nodes:
         if node.id in given.group.finishers:
             names[node.id] = add(partial(_finish, node, names))

@@ -25,7 +25,7 @@ def choice_key(
 ) -> str:  # fmt: skip
     """sha256 over what a tile is chosen for: the work, the architecture, the sizes. Names of buffers are left out."""
     order = {a.buffer: i for i, a in reversed(list(enumerate(accesses)))}
-    walked = [(order[a.buffer], a.dtype.value, [str(s) for s in a.strides], a.partial) for a in accesses]
+    walked = [(order[a.buffer], a.dtype.value, [str(s) for s in (*a.strides, a.offset)], a.partial) for a in accesses]
     text = repr((arch, [str(s) for s in space], walked, body, more, sorted(sizes.items())))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -71,9 +71,13 @@ class Machine:
 
 
 def extern(step: ExternStep, memory: list[torch.Tensor], dims: Sizes) -> None:
-    views = [strided(v, tuple(memory[v.buffer].shape), dims) for v in (*step.inputs, step.out)]
-    *inputs, out = (v.of(memory[v.buffer]) for v in views)
-    prepare(step.op, dict(step.attrs), len(inputs))(inputs, out)
+    inputs, outs = (
+        [strided(v, tuple(memory[v.buffer].shape), dims).of(memory[v.buffer]) for v in side]
+        for side in (step.inputs, step.outs)
+    )
+    made = prepare(step.op, dict(step.attrs), len(inputs))(inputs, outs)
+    for value, out in zip(made or (), outs, strict=False):
+        out.copy_(value)
 
 
 def inside(bucket: tuple[Bound, ...], dims: Sizes) -> bool:
@@ -122,9 +126,9 @@ def expected(blueprint: Blueprint, values: Tensors, cotangents: Tensors, wanted:
     return out
 
 
-def ours(work: Work, values: Tensors, cotangents: Tensors, dims: Sizes, backend: str = "plans") -> Tensors:
+def ours(work: Work, machine: Machine, values: Tensors, cotangents: Tensors, dims: Sizes) -> Tensors:
     """The same from the plans; inference and forward must agree to the bit."""
-    machine, names = Machine(work, backend), work.blueprint.outputs
+    names = work.blueprint.outputs
     plain = pick(work, "inference", dims)
     memory = machine.run(plain.plan, values, dims)
     out = {n: memory[i] for n, i in zip(names, plain.plan.outputs, strict=True)}
@@ -161,11 +165,10 @@ def close(found: torch.Tensor, wide: torch.Tensor, eager: torch.Tensor) -> bool:
     return rms(found.double() - wide) <= 4 * rms(eager.double() - wide) + slack
 
 
-def check(blueprint: Blueprint, dims: Sizes | None = None, target: str = "h100", backend: str = "plans") -> Work:
-    """Compile up to the plans, run them, compare everything; the work, for looking at its groups."""
-    bound = dict(dims or {})
-    work = front(blueprint, target, FAST.name)
-    values = draw(blueprint, bound)
+def compared(work: Work, machine: Machine, dims: Sizes) -> tuple[Tensors, Tensors, Tensors]:
+    """Results of the plans, of float64 and of eager, on random values."""
+    blueprint = work.blueprint
+    values = draw(blueprint, dims)
     shapes = evaluate(blueprint, values)
     gen = torch.Generator().manual_seed(1)
     cotangents = {
@@ -174,9 +177,18 @@ def check(blueprint: Blueprint, dims: Sizes | None = None, target: str = "h100",
     wanted = tuple(work.joint.gradients) if work.joint else ()
     wide = expected(blueprint, values, cotangents, wanted, True)
     eager = expected(blueprint, values, cotangents, wanted, False)
-    found = ours(work, values, cotangents, bound, backend)
+    found = ours(work, machine, values, cotangents, dims)
     assert set(found) == set(eager), (set(found), set(eager))
+    return found, wide, eager
+
+
+def check(
+    blueprint: Blueprint, dims: Sizes | None = None, target: str = "h100", backend: str = "plans"
+) -> Work:
+    """Compile up to the plans, run them, compare everything; the work, for looking at its groups."""
+    work = front(blueprint, target, FAST.name)
+    found, wide, eager = compared(work, Machine(work, backend), dict(dims or {}))
     for name, value in found.items():
         off = rms(value.double() - wide[name].double())
-        assert close(value, wide[name], eager[name]), (name, off, rms(wide[name]), value.shape, wide[name].shape)
+        assert close(value, wide[name], eager[name]), (name, off, rms(wide[name]), list(value.shape))
     return work

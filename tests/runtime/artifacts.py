@@ -178,7 +178,7 @@ def product() -> LaunchManifest:
     )
     steps = (
         step("scale", "forward_general", args(0, 1, 3, "rows"), "rows"),
-        ExternStep("mm", "mm", (View(3), View(2, (), (1, 0))), View(4), {"precision": "ieee"}),
+        ExternStep("mm", "mm", (View(3), View(2, (), (1, 0))), (View(4),), {"precision": "ieee"}),
     )
     plan = Plan("inference", (), (), buffers, steps, outputs=(4,))
     interface = replace(

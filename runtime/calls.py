@@ -1,0 +1,326 @@
+"""Library calls beside products: convolution, attention, pooling, lookup, joining, scans.
+
+Every call has the form `run(inputs, outs)`. It either writes into `outs` and returns None, or returns its results, which
+the caller puts in their place (a result that the library allocated anyway is not copied). Attributes are JSON scalars;
+several numbers are one string, joined by commas. `data_format` NHWC means dense tensors [n, h, w, c] and weights
+[out, h, w, in]: seen as NCHW they are torch's channels-last memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+aten = torch.ops.aten
+Attrs = Mapping[str, Any]
+Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
+
+
+@dataclass(frozen=True)
+class Extern:
+    """`arity` inputs (0: one or more); `attrs` it understands; `flag`: the TF32 flag that changes its meaning, "matmul",
+    "cudnn" or empty.
+    """
+
+    arity: int
+    attrs: frozenset[str]
+    prepare: Callable[[Attrs], Run]
+    flag: str = ""
+
+
+def plain(run: Run) -> Run:
+    """The call with autocast off, which would change the types of functional calls."""
+
+    def outside(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        kind = outs[0].device.type
+        if not torch.is_autocast_enabled(kind):
+            return run(inputs, outs)
+        with torch.autocast(kind, enabled=False):
+            return run(inputs, outs)
+
+    return outside
+
+
+def _ints(text: object) -> list[int]:
+    return [int(part) for part in str(text).split(",") if part]
+
+
+def _first(x: Tensor, attrs: Attrs) -> Tensor:
+    """Channels moved to axis 1."""
+    return x.permute(0, 3, 1, 2) if attrs.get("data_format") == "NHWC" else x
+
+
+def _last(x: Tensor, attrs: Attrs) -> Tensor:
+    return x.permute(0, 2, 3, 1) if attrs.get("data_format") == "NHWC" else x
+
+
+# Convolution.
+
+
+def _geometry(attrs: Attrs) -> tuple[list[int], list[int], list[int], int]:
+    return _ints(attrs["stride"]), _ints(attrs["padding"]), _ints(attrs["dilation"]), int(attrs["groups"])
+
+
+def _conv(attrs: Attrs) -> Run:
+    stride, padding, dilation, groups = _geometry(attrs)
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, w = (_first(t, attrs) for t in inputs)
+        out = aten.convolution(x, w, None, stride, padding, dilation, False, [0, 0], groups)
+        return (_last(out, attrs),)
+
+    return plain(run)
+
+
+def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
+    """0: of the input, from (cotangent, weight); 1: of the weight, from (cotangent, input). What is asked for also lends
+    its shape and strides in place of the operand that the call does not read.
+    """
+
+    def prepare(attrs: Attrs) -> Run:
+        stride, padding, dilation, groups = _geometry(attrs)
+        mask = [which == 0, which == 1, False]
+
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            g, other = (_first(t, attrs) for t in inputs)
+            own = _first(outs[0], attrs)
+            x, w = (own, other) if which == 0 else (other, own)
+            made = aten.convolution_backward(
+                g, x, w, None, stride, padding, dilation, False, [0, 0], groups, mask
+            )
+            return (_last(made[which], attrs),)
+
+        return plain(run)
+
+    return prepare
+
+
+# Attention. `lse`, float32 [batch, heads, queries], is the natural logarithm of the sum of exponentials of scaled scores.
+
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Scaled scores in float32 (float64 for float64); what is masked is -inf."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
+    if not causal:
+        return scores
+    kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~kept, -math.inf)
+
+
+class _Attention:
+    """Chooses torch's kernel as torch does, once per shape and type."""
+
+    def __init__(self, attrs: Attrs) -> None:
+        self.causal, self.scale = bool(attrs["is_causal"]), float(attrs["scale"])
+        self.known: dict[Any, int] = {}
+
+    def choice(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        key = (q.shape, k.shape, v.shape, q.dtype, q.device)
+        found = self.known.get(key)
+        if found is None:
+            found = self._choose(q, k, v)
+            if len(self.known) < 64:
+                self.known[key] = found
+        return found
+
+    def _choose(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        if not q.numel() or not k.numel() or q.dtype is torch.float64:
+            return MATH
+        alike = q.shape[-1] == k.shape[-1] == v.shape[-1]
+        if q.device.type == "cpu":
+            return FLASH if alike else MATH
+        found = int(torch._fused_sdp_choice(q, k, v, None, 0.0, self.causal, scale=self.scale))
+        fits = alike and q.shape[-1] % 8 == 0
+        return found if found in (FLASH, EFFICIENT, CUDNN) and fits else MATH
+
+    def forward(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        q, k, v = inputs
+        kind = self.choice(q, k, v)
+        if kind == MATH:
+            scores = _scores(q, k, self.causal, self.scale)
+            out = torch.matmul(torch.softmax(scores, -1), v.to(scores.dtype))
+            return out.to(q.dtype), torch.logsumexp(scores, -1)
+        if q.device.type == "cpu":
+            made = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal, scale=self.scale)
+        elif kind == FLASH:
+            made = aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, self.causal, False, scale=self.scale
+            )
+        elif kind == EFFICIENT:
+            made = aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, self.causal, scale=self.scale
+            )
+        else:
+            made = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, self.causal, False, scale=self.scale
+            )
+        lse = made[1].squeeze(-1) if made[1].dim() == 4 else made[1]
+        return made[0], lse[..., : q.shape[-2]]
+
+    def backward(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        g, q, k, v, out, lse = inputs
+        kind = self.choice(q, k, v)
+        if kind == MATH:
+            return self._by_hand(inputs)
+        if q.device.type == "cpu":
+            lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+            return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, out, lse, 0.0, self.causal, scale=self.scale
+            )
+        most = (q.shape[-2], k.shape[-2])
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        if kind == FLASH:
+            return aten._scaled_dot_product_flash_attention_backward(
+                g, q, k, v, out, lse, None, None, *most, 0.0, self.causal, seed, seed, scale=self.scale
+            )
+        if kind == CUDNN:
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                g, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *most, 0.0, self.causal,
+                scale=self.scale,
+            )  # fmt: skip
+        padded = functional.pad(lse, (0, -lse.shape[-1] % 32))
+        mask = [True, True, True, False]
+        return aten._scaled_dot_product_efficient_attention_backward(
+            g, q, k, v, None, out, padded, seed, seed, 0.0, mask, self.causal, scale=self.scale
+        )[:3]
+
+    def _by_hand(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """dv = p^T g; ds = p (g v^T - sum(g out)); dq = scale ds k; dk = scale ds^T q (Dao 2022, section 3)."""
+        g, q, k, v, out, lse = inputs
+        scores = _scores(q, k, self.causal, self.scale)
+        p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
+        wg, wq, wk, wv = (t.to(scores.dtype) for t in (g, q, k, v))
+        delta = (wg * out.to(scores.dtype)).sum(-1, keepdim=True)
+        ds = p * (torch.matmul(wg, wv.transpose(-1, -2)) - delta) * self.scale
+        found = (torch.matmul(ds, wk), torch.matmul(ds.transpose(-1, -2), wq), torch.matmul(p.transpose(-1, -2), wg))
+        return tuple(t.to(q.dtype) for t in found)
+
+
+# Pooling.
+
+
+def _window(attrs: Attrs) -> tuple[list[int], list[int], list[int]]:
+    return _ints(attrs["kernel"]), _ints(attrs["stride"]), _ints(attrs["padding"])
+
+
+def _max_pool(attrs: Attrs) -> Run:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        made = aten.max_pool2d_with_indices(_first(inputs[0], attrs), *_window(attrs), [1, 1], False)
+        return tuple(_last(t, attrs) for t in made)
+
+    return plain(run)
+
+
+def _max_pool_gradient(attrs: Attrs) -> Run:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        g, x, places = (_first(t, attrs) for t in inputs)
+        made = aten.max_pool2d_with_indices_backward(g, x, *_window(attrs), [1, 1], False, places)
+        return (_last(made, attrs),)
+
+    return plain(run)
+
+
+def _avg_pool(attrs: Attrs) -> Run:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        padded = bool(attrs["count_include_pad"])
+        made = aten.avg_pool2d(_first(inputs[0], attrs), *_window(attrs), False, padded, None)
+        return (_last(made, attrs),)
+
+    return plain(run)
+
+
+def _avg_pool_gradient(attrs: Attrs) -> Run:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        padded, g = bool(attrs["count_include_pad"]), _first(inputs[0], attrs)
+        made = aten.avg_pool2d_backward(g, _first(outs[0], attrs), *_window(attrs), False, padded, None)
+        return (_last(made, attrs),)
+
+    return plain(run)
+
+
+# Lookup, joining, scans.
+
+
+def _lookup(attrs: Attrs) -> Run:
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        rows, weight = inputs
+        torch.index_select(weight, 0, rows.reshape(-1), out=outs[0].view(-1, weight.shape[1]))
+
+    return run
+
+
+def _lookup_gradient(attrs: Attrs) -> Run:
+    """Rows are added in the order of a sort: the same on every run."""
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        g, rows = inputs
+        return (aten.embedding_dense_backward(g, rows, outs[0].shape[0], -1, False),)
+
+    return plain(run)
+
+
+def _cat(attrs: Attrs) -> Run:
+    dim = int(attrs["dim"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        torch.cat(list(inputs), dim, out=outs[0])
+
+    return run
+
+
+def _pad(attrs: Attrs) -> Run:
+    """The operand inside a constant border; `before` has a number per axis."""
+    before, value = _ints(attrs["before"]), attrs["value"]
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        (x,), (out,) = inputs, outs
+        out.fill_(value)
+        for axis, (start, size) in enumerate(zip(before, x.shape, strict=True)):
+            out = out.narrow(axis, start, size)
+        out.copy_(x)
+
+    return run
+
+
+def _cumsum(attrs: Attrs) -> Run:
+    dim = int(attrs["dim"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        torch.cumsum(inputs[0], dim, out=outs[0])
+
+    return run
+
+
+_CONV = frozenset({"stride", "padding", "dilation", "groups", "data_format", "precision"})
+_POOL = frozenset({"kernel", "stride", "padding", "data_format"})
+_ATTENTION = frozenset({"is_causal", "scale"})
+
+CALLS: Mapping[str, Extern] = {
+    "conv2d": Extern(2, _CONV, _conv, "cudnn"),
+    "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
+    "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
+    "attention": Extern(3, _ATTENTION, lambda a: plain(_Attention(a).forward)),
+    "attention_grad": Extern(6, _ATTENTION, lambda a: plain(_Attention(a).backward)),
+    "max_pool2d": Extern(1, _POOL, _max_pool),
+    "max_pool2d_grad": Extern(3, _POOL, _max_pool_gradient),
+    "avg_pool2d": Extern(1, _POOL | {"count_include_pad"}, _avg_pool),
+    "avg_pool2d_grad": Extern(1, _POOL | {"count_include_pad"}, _avg_pool_gradient),
+    "embedding": Extern(2, frozenset(), _lookup),
+    "embedding_grad": Extern(2, frozenset(), _lookup_gradient),
+    "cat": Extern(0, frozenset({"dim"}), _cat),
+    "pad": Extern(1, frozenset({"before", "after", "value"}), _pad),
+    "cumsum": Extern(1, frozenset({"dim"}), _cumsum),
+}
+"""By name; `runtime.externs.TABLE` holds them beside the products."""
+
+NONDETERMINISTIC = frozenset({"attention_grad", "max_pool2d_grad"})
+"""Calls that may add in another order from run to run on a card (atomic sums)."""
