@@ -48,7 +48,7 @@ Event = Mapping[str, Any]
 class Limits:
     """Seconds for the whole worker, bytes of memory beyond its start, bytes of any one file it writes."""
 
-    seconds: float = 600.0
+    seconds: float = 3600.0
     memory_bytes: int = 8 << 30
     output_bytes: int = 64 << 20
     address_space: bool = True

@@ -23,6 +23,7 @@ from library.manifest import unpack
 from runtime import confined
 from runtime.sandbox import ROOT
 
+MANY = 1 << 20
 MEMORY_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 CUDA_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "device-side assert")
 
@@ -53,7 +54,7 @@ def run(arguments: int, result: int, spill: int) -> None:
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
-    if subject.device.type == "cpu":
+    if subject.device.type == "cpu" and subject.fixed_elements < MANY:
         torch.set_num_threads(
             1
         )  # the determinism stage tries others; waking idle threads costs more than it saves

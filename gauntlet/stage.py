@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 from gauntlet.subject import Subject
 
-LAUNCH_SECONDS = 2.5
-"""Least time limit of one launch; large cases get a multiple of what the reference took."""
+LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
+"""A call of the candidate may take so many seconds, and that many times as long as eager takes."""
+BUDGET_SECONDS, QUICK_BUDGET_SECONDS, LEAST_CASES = 40.0, 6.0, 12
+"""What a stage may spend on its own work, in seconds; where a case is dear, the list is thinned evenly."""
 
 
 @dataclass(frozen=True)
@@ -100,15 +102,25 @@ class Context:
     seed: int = 0
     latest: Recipe | None = None
     threads: int = 1
+    candidate_seconds: float = 0.0
 
     @contextlib.contextmanager
-    def launching(self, seconds: float = LAUNCH_SECONDS) -> Iterator[None]:
-        """Candidate code runs inside; `seconds` is how long it may take."""
-        self.emit({"event": "launch", "limit": max(seconds, LAUNCH_SECONDS)})
+    def launching(self, calls: int = 1) -> Iterator[None]:
+        """Candidate code runs inside: so many calls of forward and backward at the sizes of the case."""
+        dims = self.latest.dims if self.latest else self.subject.base_dims()
+        limit = LAUNCH_SECONDS + calls * PATIENCE * self.subject.eager_seconds(dims)
+        self.emit({"event": "launch", "limit": limit})
+        began = time.monotonic()
         try:
             yield
         finally:
+            self.candidate_seconds += time.monotonic() - began
             self.emit({"event": "landed"})
+
+    @property
+    def budget(self) -> float:
+        """Seconds that a stage may spend on its own work."""
+        return QUICK_BUDGET_SECONDS if self.quick else BUDGET_SECONDS
 
     def at(self, recipe: Recipe) -> None:
         """The supervisor saves this case if the worker does not live to tell."""
@@ -147,16 +159,22 @@ class Sweep:
     shrink: bool = True
 
     def run(self, context: Context) -> Outcome:
-        count, worst, began = 0, {}, time.monotonic()
-        for recipe in self.recipes(context):
+        count, worst, began, before = 0, {}, time.monotonic(), context.candidate_seconds
+        recipes = list(self.recipes(context))
+        wanted = len(recipes)
+        for at, recipe in enumerate(recipes):
             outcome = self.checked(context, recipe)
+            if at == FIRST:
+                own = time.monotonic() - began - (context.candidate_seconds - before)
+                recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget / (own / (at + 1) or 1e-9))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
             count += isinstance(outcome, Passed)
             worst = _worst(worst, outcome.metrics if isinstance(outcome, Passed) else {})
         if not count:
             return Skipped("no case applies")
-        return Passed({"cases": count, "seconds": round(time.monotonic() - began, 3), **worst})
+        left_out = {"cases_left_out": wanted - len(recipes)} if wanted > len(recipes) else {}
+        return Passed({"cases": count, **left_out, **worst})
 
     def checked(self, context: Context, recipe: Recipe) -> Outcome:
         context.at(recipe)
@@ -178,6 +196,19 @@ class Sweep:
                     recipe, found = trial, outcome
                     break
         return found
+
+
+FIRST = 2
+"""Number of the case after which the cost of one is known."""
+
+
+def _thinned(recipes: list[Recipe], allowed: float) -> list[Recipe]:
+    """Evenly spaced, so that every kind of case keeps some; the last one, the largest, always stays."""
+    keep = max(int(allowed), LEAST_CASES)
+    if len(recipes) <= keep:
+        return recipes
+    step = (len(recipes) - 1) / (keep - 1)
+    return [recipes[round(i * step)] for i in range(keep)]
 
 
 def _worst(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_ir import canonical, grad, oracle, text, verify
+from esper_ir import canonical, grad, oracle, reference, text, verify
 from esper_ir.graph import Blueprint, Graph
 from esper_ir.types import TensorType
 from library import launch as launch_manifest
@@ -41,6 +42,7 @@ class Subject:
         self.manifest: Mapping[str, Any] = container.manifest
         self.blobs: Mapping[str, memoryview] = container.blobs
         self.stored: Mapping[str, Tensor] = {}
+        self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
 
@@ -119,10 +121,21 @@ class Subject:
         return inside and self.elements(dims) <= max(elements or ELEMENTS[self.device.type], least)
 
     def elements(self, dims: Mapping[str, int]) -> int:
-        """Of the largest tensor of any plan at these sizes."""
+        """Of the largest tensor of any plan at these sizes; tensors of one size only do not count."""
+        return max((prod(evaluate(n, dims) for n in shape) for shape in self._growing), default=1)
+
+    @cached_property
+    def _growing(self) -> list[tuple[Any, ...]]:
+        """Shapes that depend on a dim."""
         shapes = [s.shape for s in (*self.launch.interface.inputs, *self.launch.interface.outputs)]
         shapes += [b.shape for plan in self.launch.plans for b in plan.buffers]
-        return max(prod(evaluate(n, dims) for n in shape) for shape in shapes)
+        return list({shape for shape in shapes if any(_names(n) for n in shape)})
+
+    @cached_property
+    def fixed_elements(self) -> int:
+        """Of the largest tensor whose size is always the same: weights."""
+        shapes = [s.shape for s in self.launch.interface.inputs]
+        return max((prod(s) for s in shapes if not any(_names(n) for n in s)), default=1)  # type: ignore[type-var]
 
     def sizes(self, name: str) -> list[int]:
         """Sizes of one dim worth trying: small ones, primes, the edges of tiles, buckets, guards and of the
@@ -190,6 +203,28 @@ class Subject:
         """A few smaller sizes, smallest first, to shrink a failing case with."""
         return [s for s in self.sizes(name) if s < size][:6]
 
+    def eager_seconds(self, dims: Mapping[str, int]) -> float:
+        """About what the reference takes for forward and backward at these sizes, from one run at the base
+        sizes.
+        """
+        if not self._eager:
+            self._eager = self._measured(self.base_dims())
+        return self._eager * max(1.0, self.elements(dims) / self.elements(self.base_dims()))
+
+    def _measured(self, dims: Mapping[str, int]) -> float:
+        began = time.monotonic()
+        values = {}
+        for name, _, kind in self.leaves:
+            shape, dtype = [d.value(dims) for d in kind.shape], getattr(torch, kind.dtype.value)
+            values[name] = torch.ones(shape, dtype=dtype, device=self.device)
+            values[name].requires_grad_(name in self.differentiable)
+        found = [t for t in reference.evaluate(self.graph, values).values() if t.requires_grad]
+        if found:
+            torch.autograd.backward(found, [torch.ones_like(t) for t in found])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic() - began
+
     # -- running
     # -------------------------------------------------------------------------------------------------
 
@@ -243,8 +278,10 @@ class Subject:
     ) -> dict[str, Tensor]:
         """Gradients by torch's autograd through the runtime's function, as in training."""
         leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in values.items()}
+        tensors = [leaves[s.name] for s in self.launch.interface.inputs]
         with torch.enable_grad():
-            found = functions.call(self._state, *[leaves[s.name] for s in self.launch.interface.inputs])
+            ready, _ = self._state.choose(tensors, True)
+            found = functions.call(self._state, ready, *tensors)
         outputs = [found] if isinstance(found, Tensor) else list(found)
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
         grads = torch.autograd.grad([o for o, _ in pairs], [leaves[n] for n in wanted], [c for _, c in pairs])

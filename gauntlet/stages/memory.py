@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from gauntlet import arena, inputs
-from gauntlet.stage import LAUNCH_SECONDS, Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 from library.launch import Plan, evaluate
 
 CALLS, QUICK_CALLS = 1000, 100
-GROWTH_BYTES = 8 << 20
-"""Of the process over all those calls: far below one leaked page a call, above what Python itself moves."""
+LEAST_CALLS, QUARTERS, GROWTH_BYTES = 20, 4, 128 << 10
+"""Growth is steady when each quarter after the first adds more: an allocator settles, a leak does not."""
 ROTATION = 3
 
 
@@ -143,17 +143,18 @@ def _difference(a: Tensor, b: Tensor) -> str:
 
 def _growth(context: Context, recipe: Recipe) -> Outcome:
     """Many calls through the same memory with values that change under it: every result has the bits of the
-    first call with those values, and the process does not grow."""
+    first call with those values, and the process does not grow steadily.
+    """
     subject = context.subject
     turns = [replace(recipe, seed=recipe.seed + i) for i in range(ROTATION)]
     sets = [[inputs.values(subject, t)[s.name] for s in subject.launch.interface.inputs] for t in turns]
     flows = [inputs.cotangents(subject, t) for t in turns]
     home = [t.clone() for t in sets[0]]
     expected: dict[int, list[Tensor]] = {}
-    grown = 0
-    base = 0
-    with context.launching(LAUNCH_SECONDS * 4):
-        for call in range(recipe.repeat):
+    sizes: list[int] = []
+    calls = min(recipe.repeat, max(LEAST_CALLS, int(context.budget / 2 / subject.eager_seconds(recipe.dims))))
+    with context.launching(calls):
+        for call in range(calls):
             turn = call % ROTATION
             for kept, fresh in zip(home, sets[turn], strict=True):
                 kept.copy_(fresh)
@@ -161,12 +162,12 @@ def _growth(context: Context, recipe: Recipe) -> Outcome:
             known = expected.setdefault(turn, found)
             if wrong := _unlike(subject, known, found):
                 return Failed(f"call {call + 1} differs from the first with the same values: {wrong}")
-            if call == recipe.repeat // 10:
-                base = _resident(subject)
-            grown = _resident(subject) - base
-    if grown > GROWTH_BYTES:
-        return Failed(f"memory grew by {grown} bytes over {recipe.repeat} calls")
-    return Passed({"grown_bytes": max(grown, 0)})
+            sizes.append(_resident(subject))
+    marks = [sizes[(len(sizes) - 1) * i // QUARTERS] for i in range(QUARTERS + 1)]
+    steps = [b - a for a, b in zip(marks[1:], marks[2:], strict=False)]  # the first quarter warms up
+    if min(steps) > GROWTH_BYTES:
+        return Failed(f"memory grows steadily: {steps} bytes in each {calls // QUARTERS} of {calls} calls")
+    return Passed({"calls": calls, "grown_bytes": max(marks[-1] - marks[1], 0)})
 
 
 def _both(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gauntlet import inputs, meaning
-from gauntlet.stage import LAUNCH_SECONDS, Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.subject import Subject
 
 STEPS, QUICK_STEPS = 60, 12
@@ -74,7 +74,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         flowing = _cotangents(found, [t.double() for t in targets], outputs)
         return found, meaning.gradients(subject, values, flowing, trained, "float64")
 
-    with context.launching(LAUNCH_SECONDS * 8):
+    with context.launching(recipe.repeat):
         ours = _curve(subject, recipe, native, outputs)
     theirs, truth = _curve(subject, recipe, eager, outputs), _curve(subject, recipe, exact, outputs)
     if not all(math.isfinite(x) for x in truth):

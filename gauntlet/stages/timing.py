@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_ir import reference
 from gauntlet import inputs
-from gauntlet.stage import LAUNCH_SECONDS, Context, Outcome, Passed, Recipe
+from gauntlet.stage import Context, Outcome, Passed, Recipe
 from gauntlet.subject import Subject
 from runtime import timing
 
@@ -44,7 +44,7 @@ class Timed:
         if context.subject.device.type == "cpu":
             torch.set_num_threads(max(before, context.threads))
         try:
-            with context.launching(LAUNCH_SECONDS * 24):
+            with context.launching(20 * ROUNDS):
                 found = _measure(context, recipe)
         finally:
             torch.set_num_threads(before)
