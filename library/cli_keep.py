@@ -16,6 +16,7 @@ from library.outcomes import take_spool
 from library.records import VALIDATED
 from library.rotation import bar_artifact
 from library.store import Library
+from library.trust import replace_file
 
 
 def register(main: click.Group) -> None:
@@ -126,13 +127,20 @@ def revoke_command(context: click.Context, artifact: str, reason: str, as_json: 
 @click.command("export")
 @click.argument("place", type=click.Path(path_type=Path))
 @click.argument("artifacts", nargs=-1)
+@click.option("--measurements", is_flag=True, help="Write the tuner's timings as JSON lines instead.")
 @as_json
 @click.pass_context
-def export_command(context: click.Context, place: Path, artifacts: tuple[str, ...], as_json: bool) -> None:
+def export_command(
+    context: click.Context, place: Path, artifacts: tuple[str, ...], measurements: bool, as_json: bool
+) -> None:
     """Write ARTIFACTS (all validated ones without an argument) with signatures and proofs into the bundle
-    PLACE.
-    """
+    PLACE."""
     with _exporting(context) as lib:
+        if measurements:
+            data = lib.timings().to_lines()
+            replace_file(place, data)
+            _told(as_json, "export", {"measurements": data.count(b"\n"), "file": str(place)})
+            return
         records = [lib.resolve(a) for a in artifacts] or lib.artifacts(state=VALIDATED)
         size = export_bundle(lib, records, place)
     _told(as_json, "export", {"artifacts": [r.id for r in records], "bundle": str(place), "bytes": size})
@@ -153,21 +161,31 @@ def _exporting(context: click.Context) -> Library:
 @click.option(
     "--spool", "spools", multiple=True, type=click.Path(path_type=Path), help="Take in a runtime's spool."
 )
+@click.option(
+    "--measurements",
+    "timings",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Take in exported timings.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, take nothing.")
 @as_json
 @click.pass_context
 def import_command(
-    context: click.Context, places: tuple[Path, ...], spools: tuple[Path, ...], dry_run: bool, as_json: bool
+    context: click.Context,
+    places: tuple[Path, ...],
+    spools: tuple[Path, ...],
+    timings: tuple[Path, ...],
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Verify the bundles PLACES whole, then take them in; with --spool also outcomes of training runs."""
     with writing(context, "compiler") as lib:
         ids = [i for place in places for i in import_bundle(lib, read_file(place), dry_run=dry_run)]
         counts = [take_spool(lib, spool) for spool in spools if not dry_run]
-    told = {
-        "artifacts": ids,
-        "outcomes": sum(n for n, _ in counts),
-        "strange_lines": sum(n for _, n in counts),
-    }
+        timed = sum(lib.timings().take_lines(read_file(t)) for t in timings if not dry_run)
+    told: dict[str, object] = {"artifacts": ids, "measurements": timed}
+    told |= {"outcomes": sum(n for n, _ in counts), "strange_lines": sum(n for _, n in counts)}
     _told(as_json, "import", told)
 
 

@@ -12,6 +12,8 @@ from library.errors import fail
 from library.index import Index
 from library.paths import make_private
 
+SCHEMA_NAME = "esper-measurements/1"
+_LINE_KEYS = {"schema", "group", "arch", "toolchain", "measurement"}
 SCHEMA = (
     """
 CREATE TABLE timings(
@@ -54,3 +56,33 @@ class Measurements:
         """All under this key, oldest first."""
         text = "SELECT body FROM timings WHERE group_hash = ? AND arch = ? AND toolchain = ? ORDER BY num"
         return [parse_json(row[0]) for row in self.index.rows(text, (group_hash, arch, toolchain))]
+
+    def to_lines(self) -> bytes:
+        """Everything as JSON lines {schema, group, arch, toolchain, measurement}, oldest first."""
+        text = "SELECT group_hash, arch, toolchain, body FROM timings ORDER BY num"
+        lines = [
+            canonical_json(
+                {
+                    "schema": SCHEMA_NAME,
+                    "group": g,
+                    "arch": a,
+                    "toolchain": t,
+                    "measurement": parse_json(body),
+                }
+            )
+            for g, a, t, body in self.index.rows(text)
+        ]
+        return b"".join(line + b"\n" for line in lines)
+
+    def take_lines(self, data: bytes) -> int:
+        """Keep what another store exported, all or nothing; how many were new. E0734, E0770."""
+        items = []
+        for number, line in enumerate(filter(None, data.split(b"\n")), 1):
+            row = parse_json(line)
+            if not isinstance(row, dict) or row.keys() != _LINE_KEYS or row["schema"] != SCHEMA_NAME:
+                raise fail("E0770", f"line {number} is not a measurement")
+            key = (row["group"], row["arch"], row["toolchain"])
+            if not all(isinstance(part, str) for part in key) or not isinstance(row["measurement"], dict):
+                raise fail("E0770", f"line {number} is not a measurement")
+            items.append((*key, row["measurement"]))
+        return self.put_many(items)

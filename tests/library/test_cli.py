@@ -141,6 +141,22 @@ def test_import_of_a_spool(two: tuple[str, str], fast_tmp: Path) -> None:
     assert run_json("show", two[0])["outcomes"] == 1
 
 
+def test_measurements_travel(two: tuple[str, str], home: Path, fast_tmp: Path) -> None:
+    with Library.open(home) as lib:
+        for us in (1.5, 1.25):
+            lib.put_measurement("g", "sm_90", "t", {"us": us})
+    assert run_json("export", fast_tmp / "m", "--measurements")["measurements"] == 2
+    other = fast_tmp / "other"
+    with Library.open(other):
+        pass
+    assert run_json("--library", other, "import", "--measurements", fast_tmp / "m")["measurements"] == 2
+    assert run_json("--library", other, "import", "--measurements", fast_tmp / "m")["measurements"] == 0
+    with Library.open(other, readonly=True) as lib:
+        assert [m["us"] for m in lib.measurements("g", "sm_90", "t")] == [1.5, 1.25]
+    (fast_tmp / "m").write_text('{"schema":"esper-measurements/1"}\n')
+    run("--library", other, "import", "--measurements", fast_tmp / "m", code=11)
+
+
 def test_curate_is_a_dry_run_by_default(two: tuple[str, str], home: Path, fast_tmp: Path) -> None:
     before = contents(home)
     planned = run_json("curate", "--keep-mb", "0", "--min-age-days", "0")
