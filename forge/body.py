@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from esper_ir.graph import Graph, Node, Ref
-from esper_ir.opdef import Pointwise, Reduction
+from esper_ir.opdef import Pointwise, Reduction, compute_dtype
 from esper_ir.registry import OPS
-from esper_ir.scalar import Arg, Const, Expr, prim, substitute
-from esper_ir.types import Dim, DType
+from esper_ir.scalar import Arg, Cast, Const, Expr, prim, substitute
+from esper_ir.types import Dim, DType, TensorType
 from forge.groups import Group, Placement, lowering_kind
 from forge.plan import INDEX, Access, Compute, Load, Reduce, Stmt, Store
 from forge.views import ONE, View, dense_strides
@@ -89,11 +89,19 @@ class BodyBuilder:
             if constant is not None:
                 operands.append(Const(constant))
                 continue
-            operands.append(Arg(len(args)))
+            operands.append(self.widened(node, position, Arg(len(args))))
             args.append(self.operand(node, position))
         expr = substitute(low.body(dict(node.attrs)), operands)
         dtype = node.types[0].dtype
         self.names[node.id] = self.add(lambda n: Compute(n, expr, tuple(args), dtype))
+
+    def widened(self, node: Node, position: int, arg: Expr) -> Expr:
+        """An integer operand in the type that the node computes in: narrow ones would wrap."""
+        types = [self.graph.types[r] if isinstance(r, str) else r for r in node.inputs]
+        own, kind = types[position], compute_dtype(types, node.types)
+        assert isinstance(own, TensorType)
+        plain = node.op == "cast" or own.dtype is DType.bool or own.dtype.is_floating or kind.is_floating
+        return arg if plain or own.dtype is kind else Cast(arg, kind)
 
     def _reduction(self, node: Node) -> None:
         low = OPS[node.op].lowering

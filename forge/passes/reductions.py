@@ -27,8 +27,10 @@ def straighten(graph: Graph) -> Graph:
     return builder.graph({name: values[name] for name in graph.outputs})
 
 
-def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val] | None:
-    """The value of a reduction in other nodes, None when it is well as it is."""
+def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
+    """The value of a reduction in other nodes, None when it is well as it is. Integers are summed in the type of the
+    result.
+    """
     low = OPS[node.op].lowering
     if not isinstance(low, Reduction):
         return None
@@ -43,11 +45,17 @@ def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val
         if not reduced:
             return (_as(b, x, kind.dtype, kind.shape),)
         if sorted(reduced) in (first, last):
-            return None
+            narrow = low.combine == "sum" and not x.type.dtype.is_floating and x.type.dtype is not kind.dtype
+            if not narrow:
+                return None
+            wide = b("cast", x, dtype=kind.dtype)
+            return b.emit_named(node.id, node.op, (wide,), dict(node.attrs))
         run = kept == list(range(kept[0], kept[-1] + 1))
         if run and low.combine == "sum" and not low.mean:
             return (_as(b, _twice(b, x, sorted(reduced), kept), kind.dtype, kind.shape),)
         rest = [axis for axis in range(len(shape)) if axis not in reduced]
+        if low.combine == "sum" and not x.type.dtype.is_floating:
+            x = _as(b, x, kind.dtype, shape)
         moved = b("permute", x, dims=(*rest, *sorted(reduced)))
         ends = tuple(range(len(rest), len(shape)))
         return (_as(b, b(node.op, moved, dims=ends, keepdim=False), kind.dtype, kind.shape),)
