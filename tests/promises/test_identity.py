@@ -10,12 +10,13 @@ import pytest
 
 import forge.package as package
 from esper_ir import text
+from esper_ir.diagnostics import EsperError
 from forge.pass_manager import run
 from forge.pipelines import pipeline
 from forge.target import resolve
 from forge.work import Work
 from library.canon import canonical_json, sha256_hex
-from library.launch import to_json
+from library.manifest import pack
 from tests.promises.shelf import Shelf
 from tests.source import ROOT
 
@@ -103,8 +104,14 @@ def test_the_toolchain_is_named(shelf: Shelf, target: str, fields: set[str]) -> 
 
 
 def test_one_id_one_content(shelf: Shelf) -> None:
-    """The launch manifest stored is the one in the key: what runs is what was named."""
+    """The id ends in the version hash, and a second content under one id is a conflict."""
     artifact_id = shelf.artifact("rmsnorm_residual")
-    manifest = shelf.library.load(artifact_id, allow_unvalidated=True).container.manifest
+    container = shelf.library.load(artifact_id, allow_unvalidated=True).container
+    manifest = dict(container.manifest)
     assert manifest["artifact_id"] == artifact_id and artifact_id.endswith(manifest["version"][:8])
-    assert to_json and manifest["launch"]
+    blobs = [(row["name"], row["kind"], bytes(container.blobs[row["name"]])) for row in manifest.pop("blobs")]
+    other = pack({**manifest, "objective": "memory"}, blobs)
+    with pytest.raises(EsperError) as refusal:
+        shelf.library.put_artifact(other)
+    assert refusal.value.code == "E0723" and refusal.value.exit_code == 14
+    assert shelf.library.read(artifact_id) == container.data
