@@ -22,6 +22,7 @@ _OURS = {
     FORMAT,
     RESERVE,
     HOLDER,
+    "devices",  # cards that the gauntlet has put aside
     DATABASE,
     f"{DATABASE}-wal",
     f"{DATABASE}-shm",
