@@ -28,6 +28,8 @@ CODE = re.compile(r"E\d{4}")
 FENCE = re.compile(r"^```(console|python run)\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROMISE = re.compile(r"`(tests/promises/\w+\.py)")
 TEST_NAME = re.compile(r"[:`](test_\w+)`")
+FOLDER = re.compile(r"^#+ `(\w+)/`")
+FILE = re.compile(r"`([\w/*.]+\.(?:py|c|toml|md|json))`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
@@ -78,6 +80,19 @@ def test_every_error_code_is_documented_and_none_too_many() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = LINK.findall(page.read_text(encoding="utf-8"))
     missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing, missing
+
+
+def test_architecture_names_files_that_exist() -> None:
+    """A file is named from the repository's root or from the folder of its section's heading."""
+    folder, missing = ROOT, []
+    for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            heading = FOLDER.match(line)
+            folder = ROOT / heading.group(1) if heading else ROOT
+        missing += [
+            name for name in FILE.findall(line) if not (any(ROOT.glob(name)) or any(folder.glob(name)))
+        ]
     assert not missing, missing
 
 
