@@ -15,6 +15,7 @@ from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from runtime import functions, parameters
+from runtime.driver import STICKY
 from runtime.eager import twin_of
 from runtime.errors import fail
 from runtime.executor import Counters, Program, Ready
@@ -233,6 +234,9 @@ class Block(nn.Module):
             return self._operate(tensors)
         if error.code == "E0820":
             mark_faulty(self._name)
+            error.details["artifact"] = self._name
+            if error.details.get("cuda_error") in STICKY:
+                raise error  # the device context is lost: nothing else can run on it in this process
         if self._fallback != "eager" or error.code not in SERVED_EAGERLY:
             raise error
         if not self._counters.eager_fallbacks:

@@ -197,32 +197,73 @@ def _bwd_fake(
     return [_like(specs[head], values, near) for head in roles_of(program).distinct(mask)[0]]
 
 
-def _setup(ctx: Any, inputs: tuple[str, int, list[Tensor]], output: list[Tensor]) -> None:
-    name, mask, xs = inputs
-    program = _described(name)
-    ctx.set_materialize_grads(False)
-    ctx.name, ctx.mask, ctx.count = name, mask, len(xs)
-    ctx.dims = [xs[d.tensor].shape[d.axis] for d in program.interface.dims]
-    ctx.save_for_backward(*(roles_of(program).saved(xs, output) if mask else ()))
+class _Differentiable(torch.autograd.Function):
+    """`esper::fwd` as a node of the graph. Written out, because torch.library.register_autograd sorts
+    lists of tensors into trees on every call, which costs three times the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, name: str, mask: int, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        found = _below(torch.ops.esper.fwd.default, keyset, name, mask, list(xs))
+        program = _described(name)
+        dims = [xs[d.tensor].shape[d.axis] for d in program.interface.dims]
+        ctx.call = (name, mask, len(xs), dims)
+        if mask:
+            ctx.save_for_backward(*roles_of(program).saved(xs, found))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        name, mask, count, dims = ctx.call
+        program = _described(name)
+        cotangents = list(gradients[: len(program.interface.outputs)])
+        if not mask or all(c is None for c in cotangents):
+            return (None,) * (3 + count)
+        _, position = roles_of(program).distinct(mask)
+        found = torch.ops.esper.bwd.default(name, dims, mask, list(ctx.saved_tensors), cotangents)
+        names = [spec.name for spec in program.interface.inputs]
+        return None, None, None, *[found[position[n]] if n in position else None for n in names]
 
 
-def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:
-    program = _described(ctx.name)
-    cotangents = list(gradients[: len(program.interface.outputs)])
-    if not ctx.mask or all(c is None for c in cotangents):
-        return None, None, [None] * ctx.count
-    order, position = roles_of(program).distinct(ctx.mask)
-    found = torch.ops.esper.bwd(ctx.name, ctx.dims, ctx.mask, list(ctx.saved_tensors), cotangents)
-    names = [spec.name for spec in program.interface.inputs]
-    return None, None, [found[position[n]] if n in position else None for n in names]
+class _Final(torch.autograd.Function):
+    """`esper::bwd` as a node that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, keyset: Any, name: str, rest: tuple[Any, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(_below(torch.ops.esper.bwd.default, keyset, name, *rest))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise double_backward(ctx.name)
 
 
-def _no_setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.name = inputs[0]
+def _below(op: Any, keyset: Any, *values: Any) -> list[Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
-def _no_backward(ctx: Any, gradients: list[Tensor | None]) -> Any:
-    raise double_backward(ctx.name)
+def _fwd_autograd(keyset: Any, name: str, mask: int, xs: list[Tensor]) -> list[Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
+        return list(_Differentiable.apply(keyset, name, mask, *xs))
+    return _below(torch.ops.esper.fwd.default, keyset, name, mask, xs)
+
+
+def _bwd_autograd(
+    keyset: Any,
+    name: str,
+    dims: list[int],
+    mask: int,
+    saved: list[Tensor],
+    cotangents: list[Tensor | None],
+) -> list[Tensor]:
+    rest = (dims, mask, saved, cotangents)
+    tensors = [t for t in (*saved, *cotangents) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(_Final.apply(keyset, name, rest, *tensors))
+    return _below(torch.ops.esper.bwd.default, keyset, name, *rest)
 
 
 for _name, _real in (("fwd", _fwd), ("bwd", _bwd)):
@@ -230,5 +271,5 @@ for _name, _real in (("fwd", _fwd), ("bwd", _bwd)):
     _define.impl(_name, _real, "CUDA")
 torch.library.register_fake("esper::fwd", _fwd_fake, lib=_define)
 torch.library.register_fake("esper::bwd", _bwd_fake, lib=_define)
-torch.library.register_autograd("esper::fwd", _backward, setup_context=_setup, lib=_define)
-torch.library.register_autograd("esper::bwd", _no_backward, setup_context=_no_setup, lib=_define)
+_define.impl("fwd", _fwd_autograd, "Autograd", with_keyset=True)
+_define.impl("bwd", _bwd_autograd, "Autograd", with_keyset=True)
