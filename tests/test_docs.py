@@ -28,6 +28,7 @@ CODE = re.compile(r"E\d{4}")
 FENCE = re.compile(r"^```(console|python run)\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROMISE = re.compile(r"`(tests/promises/\w+\.py)")
 TEST_NAME = re.compile(r"[:`](test_\w+)`")
+VARIABLE = re.compile(r"""["'](ESPER_[A-Z_]+)["']""")
 FOLDER = re.compile(r"^#+ `(\w+)/`")
 FILE = re.compile(r"`([\w/*.]+\.(?:py|c|toml|md|json))`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
@@ -74,6 +75,17 @@ def test_every_error_code_is_documented_and_none_too_many() -> None:
     assert not stale, f"described in docs/errors.d/ but raised nowhere: {stale}"
     short = [code for code, text in described.items() if len(text.split()) < 12]
     assert not short, f"say what happened and what to do: {short}"
+
+
+def test_every_environment_variable_is_described() -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    names = {
+        name
+        for path in python_files(*PACKAGES)
+        for name in VARIABLE.findall(path.read_text(encoding="utf-8"))
+    }
+    missing = sorted(name for name in names if f"`{name}`" not in page)
+    assert len(names) > 3 and not missing, f"docs/index.md does not mention {missing}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
