@@ -127,13 +127,18 @@ class Blobs:
 
     @staticmethod
     def _read_fd(fd: int) -> bytes:
-        with os.fdopen(fd, "rb", buffering=0) as file:
+        try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
                 raise fail("E0704", "an object is not a regular file")
             if info.st_size > MAX_BLOB_BYTES:
                 raise fail("E0735", f"object of {info.st_size} bytes exceeds {MAX_BLOB_BYTES}")
-            return file.readall()
+            data = os.read(fd, info.st_size + 1)
+            while 0 < len(data) < info.st_size and (more := os.read(fd, info.st_size - len(data))):
+                data += more  # one read returns at most 2 GiB, and less when a signal comes between
+            return data
+        finally:
+            os.close(fd)
 
     def read_raw(self, digest: str) -> bytes:
         """Bytes under `digest`, not yet hashed: for the caller that hashes them itself. E0731 when absent."""

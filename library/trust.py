@@ -121,6 +121,7 @@ class TrustStore:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self._place = str(home / DOCUMENT)
         self._stamp: tuple[int, int, int] | None = None
         self._document: TrustDocument | None = None
         self._signers: dict[str, Signer] = {}
@@ -132,7 +133,7 @@ class TrustStore:
         """The current version, verified. E0748 absent, E0749 expired, E0750 rolled back,
         E0751 not root-signed."""
         try:
-            info = os.stat(self.home / DOCUMENT)
+            info = os.stat(self._place)
         except FileNotFoundError as error:
             raise fail(
                 "E0748",
