@@ -94,7 +94,9 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Movement:
-    """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`) or permute (`dims`)."""
+    """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`), permute (`dims`), slice (`dim`,
+    `start`, `step`) or flip (`dim`).
+    """
 
     kind: str
 
@@ -115,17 +117,20 @@ class Composite:
 
 @dataclass(frozen=True)
 class Creation:
-    """No tensor operand: `full` with attributes `shape`, `dtype`, `value`."""
+    """No tensor operand: `full` (attributes `shape`, `dtype`, `value`) or `arange` (`end`, `dtype`)."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """Only a template of this name, or an extern step, can lower it."""
+    """Only a template of this name, or the extern step of this name, can lower it. All operands are tensors."""
 
     template: str
 
+
+IndexLimit = Callable[[Sequence["TensorType | Number"], Attrs], Any]
+"""(operand types, attributes) -> the Dim that an index lies below."""
 
 Lowering = Pointwise | Reduction | Movement | Contraction | Composite | Creation | Opaque
 
@@ -165,7 +170,8 @@ class OpDef:
     `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of tensors: it is the
     torch call of that name, resolved when used, so that this package works without torch. `arity` is (least,
     most) operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim. `resolve`
-    completes attributes once operand types are known (axes counted from the front, -1 in shapes replaced).
+    completes attributes once operand types are known (axes counted from the front, -1 in shapes replaced). `indices`:
+    operands whose values are positions, and the size of what they point into.
     """
 
     name: str
@@ -181,6 +187,7 @@ class OpDef:
     commutative: bool = False
     resolve: Callable[[Sequence[TensorType | Number], Attrs], dict[str, Any]] | None = None
     doc: str = ""
+    indices: Mapping[int, IndexLimit] = field(default_factory=dict)
 
     def attr(self, name: str) -> Attr | None:
         return next((a for a in self.params if a.name == name), None)

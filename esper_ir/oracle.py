@@ -18,9 +18,9 @@ from torch import Tensor
 
 from esper_ir.expand import expand
 from esper_ir.graph import Graph, Node
-from esper_ir.opdef import Contraction, Reduction
+from esper_ir.opdef import Contraction, Opaque, Reduction
 from esper_ir.registry import lookup
-from esper_ir.types import DimSpec, DType, TensorType
+from esper_ir.types import Dim, DimSpec, DType, TensorType
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,24 @@ def _terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
         return max(1, math.prod(first.shape[d].value(sizes) for d in node.attr("dims")))
     if isinstance(lowering, Contraction) and first is not None:
         return max(1, first.shape[-1].value(sizes))
+    cost = lookup(node.op).cost
+    if isinstance(lowering, Opaque) and cost is not None:
+        operands = [graph.types[r] if isinstance(r, str) else r for r in node.inputs]
+        flops = cost(operands, node.types, dict(node.attrs)).value(sizes)
+        return max(1, flops // (2 * max(node.types[0].numel.value(sizes), 1)))
     return 1
+
+
+def index_limits(graph: Graph) -> dict[str, Dim]:
+    """Inputs that an operator takes positions from, and the size that they lie below."""
+    found: dict[str, Dim] = {}
+    for node in graph.nodes:
+        operands = [graph.types[r] if isinstance(r, str) else r for r in node.inputs]
+        for place, limit in lookup(node.op).indices.items():
+            name = node.inputs[place]
+            if isinstance(name, str) and name in graph.inputs:
+                found[name] = limit(operands, dict(node.attrs))
+    return found
 
 
 # ---- The battery
@@ -234,17 +251,20 @@ DRAWS: Mapping[str, Draw] = {
 """How values are drawn, by name."""
 
 
-def draw(name: str, kind: TensorType, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
+def draw(
+    name: str, kind: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Dim | None = None
+) -> Tensor:  # fmt: skip
     """A dense tensor of the type, on the generator's device. Integers are -4..4 (0..4 unsigned) whatever the
-    name.
+    name; from 0 to `below` - 1 where they are positions.
     """
     shape = tuple(d.value(sizes) for d in kind.shape)
     dtype = getattr(torch, kind.dtype.value)
     if kind.dtype is DType.bool:
         return torch.randint(0, 2, shape, generator=generator, device=generator.device).to(dtype)
     if not kind.dtype.is_floating:
-        low = 0 if kind.dtype is DType.uint8 else -4
-        return torch.randint(low, 5, shape, generator=generator, device=generator.device).to(dtype)
+        low = 0 if kind.dtype is DType.uint8 or below is not None else -4
+        high = max(below.value(sizes), 1) if below is not None else 5
+        return torch.randint(low, high, shape, generator=generator, device=generator.device).to(dtype)
     return DRAWS[name](shape, kind.dtype, generator).to(dtype)
 
 
@@ -294,12 +314,16 @@ class Case:
     layout: str
     seed: int
     types: Mapping[str, TensorType] = field(repr=False)
+    limits: Mapping[str, Dim] = field(default_factory=dict, repr=False)
 
     def values(self, device: str | torch.device = "cpu") -> dict[str, Tensor]:
         """A tensor per input of the graph; the same seed gives the same values on every device."""
         generator = torch.Generator().manual_seed(self.seed)
         how = {n: self.draw if self.draw != "special" or n in self._special else "normal" for n in self.types}
-        made = {n: draw(how[n], t, self.sizes, generator).to(device) for n, t in self.types.items()}
+        made = {
+            n: draw(how[n], t, self.sizes, generator, self.limits.get(n)).to(device)
+            for n, t in self.types.items()
+        }
         return {n: LAYOUTS[self.layout](t) for n, t in made.items()}
 
     @property
@@ -366,7 +390,11 @@ def battery(
     rows: list[tuple[str, Mapping[str, int], str, str]] = [(f"draw {d}", base, d, "dense") for d in DRAWS]
     rows += [(f"size {n}", sizes, "normal", "dense") for n, sizes in size_cases(graph, dims, byte_budget)]
     rows += [(f"layout {n}", base, "normal", n) for n in LAYOUTS if n != "dense"]
-    return [Case(n, s, d, lay, seed * 1_000_003 + i, graph.inputs) for i, (n, s, d, lay) in enumerate(rows)]
+    limits = index_limits(graph)
+    return [
+        Case(n, s, d, lay, seed * 1_000_003 + i, graph.inputs, limits)
+        for i, (n, s, d, lay) in enumerate(rows)
+    ]
 
 
 def impostors(fp64: Tensor, inputs: Sequence[Tensor], dtype: DType) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from esper_ir import oracle
 from esper_ir.eager import constant_value
-from esper_ir.types import TensorType
+from esper_ir.types import Dim, TensorType
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -69,13 +69,13 @@ def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
     if subject.stored and not recipe.repeat > 1:
         found = {name: subject.stored[name] for name, _, _ in subject.leaves}
         return {n: _laid_out(recipe, t) for n, t in found.items()}
-    out = {}
+    out, limits = {}, oracle.index_limits(subject.graph)
     for leaf in subject.blueprint.leaves:
         if leaf.kind == "constant":
             out[leaf.name] = constant_value(leaf).to(subject.device)
             continue
         generator = torch.Generator().manual_seed(_seed(recipe, leaf.name))
-        drawn = _draw(recipe.draw, leaf.type, recipe, generator)
+        drawn = _draw(recipe.draw, leaf.type, recipe, generator, limits.get(leaf.name))
         scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
         if leaf.type.dtype.is_floating and scale != 1.0:
             drawn = (drawn.double() * scale).to(drawn.dtype)
@@ -90,10 +90,12 @@ def parameter_scale(kind: TensorType) -> float:
     return 1.0 / (rows**0.5) if rows else 1.0
 
 
-def _draw(name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator) -> Tensor:
+def _draw(
+    name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator, below: Dim | None
+) -> Tensor:
     if name not in OWN_DRAWS:
-        return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator)
-    drawn = oracle.draw("normal", kind, recipe.dims, generator)
+        return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator, below)
+    drawn = oracle.draw("normal", kind, recipe.dims, generator, below)
     if not kind.dtype.is_floating:
         return drawn
     wide = drawn.double()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from esper_ir.lazy import torch
 from esper_ir.opdef import Attr, Attrs, Creation, NotDifferentiable, Number, OpDef, Sample
 from esper_ir.ops.rules import torch_dtype
-from esper_ir.types import Dim, TensorType
+from esper_ir.types import Dim, DType, TensorType
 
 
 def _infer(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
@@ -40,4 +41,31 @@ FULL = OpDef(
     doc="torch.full; the value may be a size",
 )
 
-OPS = (FULL,)
+
+
+def _infer_arange(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
+    dtype, end = attrs["dtype"], attrs["end"]
+    if dtype not in (DType.int64, DType.int32):
+        raise EsperError("E0203", f"arange of {dtype.value}", hint="int64 or int32; cast the result")
+    if isinstance(end, float) or (isinstance(end, int) and end < 0):
+        raise EsperError("E0203", f"arange up to {end}", hint="a size: an integer or a dimension expression")
+    return (TensorType(dtype, (Dim.of(int(end) if isinstance(end, int) else end),)),)
+
+
+ARANGE = OpDef(
+    name="arange",
+    infer=_infer_arange,
+    reference=lambda i, a: (torch.arange(a["end"], dtype=torch_dtype(a["dtype"])),),
+    vjp=NotDifferentiable("there is no operand"),
+    lowering=Creation("arange"),
+    samples=(Sample((), {"end": 5}), Sample((), {"end": 0}), Sample((), {"end": 3, "dtype": "int32"})),
+    arity=(0, 0),
+    params=(
+        Attr("end", "scalar", doc="number of elements: an integer or a dimension expression"),
+        Attr("dtype", "dtype", "int64"),
+    ),
+    cost=lambda operands, outputs, attrs: Dim(),
+    doc="torch.arange(end): 0, 1, ..., end - 1",
+)
+
+OPS = (FULL, ARANGE)
