@@ -228,10 +228,11 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         assert isinstance(low, Reduction)
         accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
         loaded = add(partial(_load, len(accesses) - 1))
-        if given.target.kind == "cpu":
+        wider = given.target.kind == "cpu" and _dtype(given, node_id).is_floating
+        if wider:
             loaded = add(partial(_widen, loaded))
         total = add(partial(_fold, loaded, low.combine))
-        if given.target.kind == "cpu":
+        if wider:
             total = add(partial(_narrow, total, _dtype(given, node_id)))
         names[node_id] = finish_reduction(node, given.graph, total, add, size)
     for node in given.group.nodes:

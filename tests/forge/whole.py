@@ -149,7 +149,7 @@ def ours(work: Work, machine: Machine, values: Tensors, cotangents: Tensors, dim
 
 
 def rms(x: torch.Tensor) -> float:
-    return float(x.double().pow(2).mean().sqrt()) if x.numel() else 0.0
+    return float(x.detach().double().pow(2).mean().sqrt()) if x.numel() else 0.0
 
 
 SMALL = 0.02  # results are of the size of 1; what cancels to nothing keeps roundings of that size
