@@ -101,7 +101,7 @@ def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
     return prepare
 
 
-# Attention. `lse`, float32 [batch, heads, queries], is the natural logarithm of the sum of exponentials of scaled scores.
+# Attention. `lse`, float32 [batch, heads, queries]: logarithm of the sum of exponentials of the scaled scores.
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 
@@ -150,7 +150,9 @@ class _Attention:
             out = torch.matmul(torch.softmax(scores, -1), v.to(scores.dtype))
             return out.to(q.dtype), torch.logsumexp(scores, -1)
         if q.device.type == "cpu":
-            made = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal, scale=self.scale)
+            made = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, self.causal, scale=self.scale
+            )
         elif kind == FLASH:
             made = aten._scaled_dot_product_flash_attention(
                 q, k, v, 0.0, self.causal, False, scale=self.scale
@@ -194,14 +196,18 @@ class _Attention:
         )[:3]
 
     def _by_hand(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """dv = p^T g; ds = p (g v^T - sum(g out)); dq = scale ds k; dk = scale ds^T q (Dao 2022, section 3)."""
+        """dv = p^T g; ds = p (g v^T - sum(g out)); dq = scale ds k; dk = scale ds^T q (Dao 2022)."""
         g, q, k, v, out, lse = inputs
         scores = _scores(q, k, self.causal, self.scale)
         p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
         wg, wq, wk, wv = (t.to(scores.dtype) for t in (g, q, k, v))
         delta = (wg * out.to(scores.dtype)).sum(-1, keepdim=True)
         ds = p * (torch.matmul(wg, wv.transpose(-1, -2)) - delta) * self.scale
-        found = (torch.matmul(ds, wk), torch.matmul(ds.transpose(-1, -2), wq), torch.matmul(p.transpose(-1, -2), wg))
+        found = (
+            torch.matmul(ds, wk),
+            torch.matmul(ds.transpose(-1, -2), wq),
+            torch.matmul(p.transpose(-1, -2), wg),
+        )
         return tuple(t.to(q.dtype) for t in found)
 
 

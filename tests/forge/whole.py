@@ -12,8 +12,10 @@ import torch
 
 from esper_ir.graph import Blueprint
 from esper_ir.ops.rules import torch_dtype
+from esper_ir.oracle import index_limits
 from esper_ir.reference import evaluate
 from esper_ir.types import DType
+from esper_ir.verify import typed
 from forge.lower import PhaseLowering
 from forge.pipelines import FAST, Work
 from forge.service import front
@@ -97,9 +99,12 @@ def draw(blueprint: Blueprint, dims: Sizes, seed: int = 0) -> Tensors:
     """A value per leaf; away from zero and below two in size, so that logarithms and quotients stay tame."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
+    limits = index_limits(typed(blueprint))
     for leaf in blueprint.leaves:
         shape = [s.value(dims) for s in leaf.type.shape]
         out[leaf.name] = random(shape, leaf.type.dtype, gen)
+        if leaf.name in limits:
+            out[leaf.name] = torch.randint(limits[leaf.name].value(dims), shape, generator=gen)
     return out
 
 

@@ -1,0 +1,62 @@
+"""Every example with an extern step or an index, small: plans, C and library calls against float64 and eager."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import esper_ir.text as text
+from esper_ir.graph import Blueprint
+from library.launch import ExternStep
+from tests.forge.whole import check
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COUNTS = ("groups", "num_groups", "end", "start")
+"""Attributes that are numbers of channels or positions."""
+
+# name: (static sizes and what they become, dims).
+BLOCKS: dict[str, tuple[dict[int, int], dict[str, int]]] = {
+    "cross_entropy": ({32000: 70}, {"rows": 13}),
+    "squeeze_excite": ({256: 24, 56: 5}, {"n": 3}),
+    "dw_pw": ({256: 8, 28: 6}, {"n": 2}),
+    "conv_res": ({128: 8, 56: 6}, {"n": 3}),
+}
+
+
+def shrunk(name: str, sizes: Mapping[int, int]) -> Blueprint:
+    """The example with static sizes replaced wherever they stand."""
+    data = json.loads((EXAMPLES / f"{name}.json").read_text())
+    for leaf in [v for part in ("inputs", "params") for v in data.get(part, {}).values()]:
+        leaf["shape"] = [_size(s, sizes) for s in leaf["shape"]]
+    for node in data["nodes"]:
+        node["attrs"] = {k: _attribute(k, v, sizes) for k, v in node.get("attrs", {}).items()}
+    return text.parse(json.dumps(data))
+
+
+def _size(value: Any, sizes: Mapping[int, int]) -> Any:
+    return sizes.get(value, value) if isinstance(value, int) else value
+
+
+def _attribute(name: str, value: Any, sizes: Mapping[int, int]) -> Any:
+    if name in ("shape", "sizes"):
+        return [_size(v, sizes) for v in value]
+    return _size(value, sizes) if name in COUNTS else value
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("target", "backend"), [("h100", "plans"), ("cpu", "c")])
+def test_block_means_the_same(name: str, target: str, backend: str) -> None:
+    sizes, dims = BLOCKS[name]
+    check(shrunk(name, sizes), dims, target, backend)
+
+
+def test_library_calls_are_named() -> None:
+    """What has no template is a step of the closed table, in both directions."""
+    sizes, dims = BLOCKS["conv_res"]
+    work = check(shrunk("conv_res", sizes), dims, "h100")
+    calls = {s.op for low in work.lowerings for s in low.plan.steps if isinstance(s, ExternStep)}
+    assert calls == {"conv2d", "conv2d_input_grad", "conv2d_weight_grad"}
