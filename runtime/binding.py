@@ -66,7 +66,7 @@ class Handle:
     def __reduce__(self) -> tuple[Any, ...]:
         device = self.entry.program.device
         place = self.options["library"]
-        options = {**self.options, "library": None if place is None else str(place)}
+        options = {**self.options, "library": None if place is None else str(getattr(place, "home", place))}
         return restore, (self.artifact_id, device.type, options)
 
 
@@ -195,6 +195,11 @@ class Block(nn.Module):
             grad = torch.is_grad_enabled()
             return _launch(self._state, self._state.choose(tensors, grad), tensors)
 
+    def _moved(self, tensors: list[Tensor]) -> bool:
+        """Whether all tensors are on one card, and not on the one the block was loaded on."""
+        places = {t.get_device() for t in tensors}
+        return len(places) == 1 and places.isdisjoint({self._index, -1})
+
     def _by_operator(self, inputs: Iterable[Tensor]) -> Any:
         return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
 
@@ -232,6 +237,8 @@ class Block(nn.Module):
         """Shapes alone on the meta device; the eager twin, if the caller opted in and it can answer."""
         if error.code in ("E0814", "E0818") and all(t.is_meta for t in tensors):
             return self._operate(tensors)
+        if error.code == "E0814" and self._index >= 0 and self._moved(tensors):
+            return self._elsewhere(tensors)
         if error.code == "E0820":
             mark_faulty(self._name)
             error.details["artifact"] = self._name

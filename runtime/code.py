@@ -53,8 +53,13 @@ class Code:
 
     def close(self) -> None:
         """Unmap and unload; the caller knows that nothing runs any more."""
-        for item in self.objects:
-            item.close()
+        close_all(self.objects)
+
+
+def close_all(objects: Sequence[Mapped | Library]) -> None:
+    """Unmap and unload."""
+    for item in objects:
+        item.close()
 
 
 def load_code(

@@ -4,7 +4,8 @@ with names."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (_i,),
     "cuCtxGetCurrent": (_p,),
     "cuCtxSetCurrent": (_p,),
+    "cuCtxSynchronize": (),
     "cuLibraryLoadData": (_p, _p, _p, _p, _u, _p, _p, _u),
     "cuLibraryUnload": (_p,),
     "cuLibraryGetKernel": (_p, _p, _s),
@@ -56,6 +58,7 @@ class Driver:
         for name, kinds in _SIGNATURES.items():
             self._bind(name, kinds)
         self._contexts: dict[int, int] = {}
+        self.retired: list[tuple[int, int]] = []
         self.check(self._call["cuInit"](0), "cuInit")
         self.version = self._get_int("cuDriverGetVersion")
 
@@ -133,19 +136,41 @@ class Driver:
         if self._get_pointer("cuCtxGetCurrent") != wanted:
             self.check(self._call["cuCtxSetCurrent"](wanted), "cuCtxSetCurrent")
 
+    @contextmanager
+    def inside(self, device: int) -> Iterator[None]:
+        """The primary context of `device` for a while; then the thread's own again, since torch takes its
+        current device from it."""
+        before = self._get_pointer("cuCtxGetCurrent")
+        self.enter(device)
+        try:
+            yield
+        finally:
+            if before != self.context(device):
+                self.check(self._call["cuCtxSetCurrent"](before), "cuCtxSetCurrent")
+
+    def bury(self) -> None:
+        """Unload what was given up, once nothing of it can be running any more."""
+        while self.retired:
+            device, handle = self.retired.pop()
+            with self.inside(device):
+                self.check(self._call["cuCtxSynchronize"](), "cuCtxSynchronize")
+                self._call["cuLibraryUnload"](handle)
+
 
 class Library:
     """One cubin loaded on one device, its kernels primed so that nothing is left for the first launch."""
 
     def __init__(self, driver: Driver, device: int, name: str, data: bytes | memoryview) -> None:
         self.driver, self.device, self.name = driver, device, name
-        driver.enter(device)
+        self._handle = 0
         # The verified bytes themselves, by address: no copy between check and use.
         self._data = numpy.frombuffer(data, dtype=numpy.uint8)
         address = self._data.ctypes.data
-        self._handle = driver._get_pointer(
-            "cuLibraryLoadData", address, None, None, 0, None, None, 0, node=name
-        )
+        with driver.inside(device):
+            driver.bury()
+            self._handle = driver._get_pointer(
+                "cuLibraryLoadData", address, None, None, 0, None, None, 0, node=name
+            )
 
     def find(self, entry: str) -> int:
         """The kernel of that name, not yet loaded. E0803 when there is none."""
@@ -157,23 +182,26 @@ class Library:
         driver = self.driver
         if not self._handle:
             raise fail("E0809", f"{self.name} is unloaded already", node=entry)
-        driver.enter(self.device)
-        function = driver._get_pointer("cuKernelGetFunction", kernel, node=entry)
+        with driver.inside(self.device):
+            function = driver._get_pointer("cuKernelGetFunction", kernel, node=entry)
         if shared > SHARED_WITHOUT_OPTIN:
-            limit = driver.attribute(MAX_SHARED_OPTIN, self.device)
-            if shared > limit:
-                raise fail(
-                    "E0802", f"needs {shared} bytes of shared memory, this card has {limit}", node=entry
-                )
-            code = driver.function("cuFuncSetAttribute")(function, FUNC_MAX_DYNAMIC_SHARED, shared)
-            driver.check(code, "cuFuncSetAttribute", entry)
+            self._allow(function, entry, shared)
         return function
 
+    def _allow(self, function: int, entry: str, shared: int) -> None:
+        limit = self.driver.attribute(MAX_SHARED_OPTIN, self.device)
+        if shared > limit:
+            raise fail("E0802", f"needs {shared} bytes of shared memory, this card has {limit}", node=entry)
+        code = self.driver.function("cuFuncSetAttribute")(function, FUNC_MAX_DYNAMIC_SHARED, shared)
+        self.driver.check(code, "cuFuncSetAttribute", entry)
+
     def close(self) -> None:
-        """Unload; idempotent."""
+        """Give the code up; idempotent. It is unloaded at the next load: launches of it may still be under
+        way, and neither waiting for them nor unloading is allowed while a graph is captured, which may be
+        now."""
         if self._handle:
             handle, self._handle = self._handle, 0
-            self.driver.function("cuLibraryUnload")(handle)
+            self.driver.retired.append((self.device, handle))
 
 
 _drivers: dict[str, Driver] = {}

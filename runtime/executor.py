@@ -73,7 +73,18 @@ class Ready:
     """One plan for one tuple of sizes, launch-ready. `ready(feeds)` appends fresh memory to the list and
     launches."""
 
-    __slots__ = ("plan", "dims", "layout", "launches", "parts", "_single", "_fresh", "_empty", "_index")
+    __slots__ = (
+        "plan",
+        "dims",
+        "layout",
+        "launches",
+        "parts",
+        "_single",
+        "_fresh",
+        "_empty",
+        "_index",
+        "_code",
+    )
 
     def __init__(self, program: Program, plan: Plan, dims: Dims, layout: Layout) -> None:
         self.plan, self.dims, self.layout = plan, dims, layout
@@ -82,6 +93,7 @@ class Ready:
         self._single = self.parts[0] if len(self.parts) == 1 else None
         self._fresh = tuple((f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh)
         self._empty, self._index = program.empty, program.index
+        self._code = program.code  # what is bound here must stay mapped
 
     def __call__(self, slots: list[Any]) -> list[Any]:
         empty = self._empty

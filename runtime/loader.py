@@ -26,7 +26,7 @@ from library.records import ArtifactRecord, Verdict
 from library.store import Library
 from runtime import system
 from runtime.cache import Cache, CacheInfo
-from runtime.code import Code, load_code
+from runtime.code import Code, close_all, load_code
 from runtime.errors import fail
 from runtime.executor import Program
 from runtime.select import Query, Ranking, nothing_suits, rank
@@ -197,10 +197,9 @@ def _program(
         if error.details.get("cuda_error") != OUT_OF_MEMORY or not _cache.release():
             raise
         code = attempt()
-    program = Program(artifact_id, launch, code, strict=strict())
-    # Code is unmapped when the last user of the program is gone, wherever the cache stands by then.
-    weakref.finalize(program, code.close).atexit = False
-    return program
+    # Code is unmapped when the last program and the last bound plan of it are gone, whatever the cache held.
+    weakref.finalize(code, close_all, code.objects).atexit = False
+    return Program(artifact_id, launch, code, strict=strict())
 
 
 def resolve(library: Library, name: str, device: torch.device | None, unvalidated: bool) -> ArtifactRecord:

@@ -25,6 +25,7 @@ API int cuDevicePrimaryCtxRetain(uint64_t *c, int d) { *c = 0xC0 + d; return 0; 
 API int cuDevicePrimaryCtxRelease_v2(int d) { return 0; }
 API int cuCtxGetCurrent(uint64_t *c) { *c = current; return 0; }
 API int cuCtxSetCurrent(uint64_t c) { current = c; return 0; }
+API int cuCtxSynchronize(void) { return current ? 0 : 201; }
 API int cuLibraryLoadData(uint64_t *l, const void *d, void *a, void *b, unsigned n, void *e, void *f, unsigned m) {
     if (stub_load_code) { int c = stub_load_code; stub_load_code = 0; return c; }
     stub_loads++;

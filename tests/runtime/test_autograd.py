@@ -15,6 +15,7 @@ import runtime
 from library.launch import Buffer, KernelStep, LaunchManifest, Plan, TensorSpec
 from runtime import loader
 from runtime.errors import fail
+from runtime.functions import python_lookup
 from tests.runtime import artifacts as a
 from tests.runtime.conftest import TEXT, Put
 from tests.runtime.test_executor import refusal
@@ -338,3 +339,36 @@ def test_the_profiler_sees_the_block(put: Put) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         block(torch.randn(3, a.N))
     assert "esper::scale" in {event.key for event in found.key_averages()}
+
+
+def test_the_native_lookup_says_what_the_python_one_says(put: Put) -> None:
+    native = pytest.importorskip("runtime._native")
+    block = runtime.load(put())
+    x, w = torch.randn(3, a.N), block.w
+    block(x)
+    block(x.requires_grad_())
+    with torch.no_grad():
+        block(x)
+    state = block._state
+    plain = x.detach()
+    calls = [
+        [x, w],
+        [plain, w],
+        [plain, w.detach()],
+        [torch.randn(4, a.N), w],
+        [torch.randn(a.N, 3).T, w],
+        [plain.double(), w],
+        [plain.to("meta"), w],
+        [plain.as_subclass(type("Own", (Tensor,), {})), w],
+        [plain],
+        [plain, w, w],
+        [],
+    ]
+    for tensors in calls:
+        for grad in (False, True):
+            ours = python_lookup(state.memo.hot, tensors, state.types, grad)
+            assert native.lookup(state.memo.hot, tensors, state.types, grad) is ours
+    assert python_lookup(state.memo.hot, calls[0], state.types, True)[1]
+    for wrong in ((), ({}, [], (), True), ({}, (), state.types, True), ([], [], state.types, True)):
+        with pytest.raises(TypeError):
+            native.lookup(*wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import multiprocessing
 import os
@@ -175,6 +176,20 @@ def test_meta_and_functional(put: Put) -> None:
     w = torch.randn(a.N, requires_grad=True)
     assert torch.equal(fn(x, w), x * w) and not list(fn.parameters())
     assert torch.equal(torch.autograd.grad(fn(x, w).sum(), w)[0], x.sum(0))
+
+
+def test_code_stays_mapped_while_a_plan_is_held_and_no_longer(put: Put) -> None:
+    block = runtime.load(put())
+    mapped, x, w = block.program.code.objects[0], torch.randn(2, a.N), block.w.detach()
+    ready = block.program.ready("inference", (2,))
+    del block
+    loader.cache().release()
+    gc.collect()
+    assert torch.equal(ready([x, w])[2], x * w)
+    del ready
+    gc.collect()
+    with pytest.raises(EsperError, match="unmapped"):
+        mapped.address("backward")
 
 
 def _child(name: str, queue) -> None:
