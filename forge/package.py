@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +17,7 @@ from forge.work import Built, Work
 from library.canon import canonical_json, sha256_hex
 from library.launch import DimSource, Interface, LaunchManifest, TensorSpec, to_json
 from library.manifest import pack
+from runtime.calls import NONDETERMINISTIC
 
 FORMAT = "esper-artifact/1"
 # Versions of what turns a graph into kernels; a change that alters generated kernels bumps its entry.
@@ -77,6 +78,12 @@ def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:
     return sorted(calls)
 
 
+def determinism(calls: Sequence[str], target: Target) -> str:
+    """Kernels of ours add in a fixed order everywhere; some library calls do not on a card."""
+    loose = target.kind != "cpu" and bool(NONDETERMINISTIC & set(calls))
+    return "library-nondeterministic" if loose else "deterministic"
+
+
 def target_record(target: Target, toolchain: Mapping[str, Any]) -> dict[str, Any]:
     """What the runtime needs to decide whether this machine can run the code. `min_driver` as CUDA counts (13000 is
     13.0): an object of ELF ABI 8 is refused by older drivers.
@@ -114,7 +121,7 @@ def package(work: Work, library_versions: Mapping[str, str]) -> tuple[dict[str, 
         "objective": work.objective,
         "version": version,
         "toolchain": dict(built.toolchain),
-        "determinism": "deterministic",
+        "determinism": determinism(calls, work.target),
         "dims": {d.name: {"min": d.min, "max": d.max, "multiple_of": d.multiple_of} for d in interface.dims},
         "launch": launch,
         "externs": [{"op": op, "versions": dict(library_versions)} for op in calls],

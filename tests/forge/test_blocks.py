@@ -24,6 +24,20 @@ BLOCKS: dict[str, tuple[dict[int, int], dict[str, int]]] = {
     "squeeze_excite": ({256: 24, 56: 5}, {"n": 3}),
     "dw_pw": ({256: 8, 28: 6}, {"n": 2}),
     "conv_res": ({128: 8, 56: 6}, {"n": 3}),
+    "attention": ({64: 8, 16: 3}, {"batch": 2, "rows": 9}),
+    "rope_qk_norm": ({64: 8, 32: 4, 16: 3}, {"batch": 2, "rows": 5}),
+    "batchnorm_relu": ({256: 8, 56: 4}, {"n": 3}),
+    "linear_cross_entropy": ({4096: 24, 32000: 50}, {"rows": 7}),
+    "embedding_norm": ({32000: 11, 4096: 24}, {"rows": 9}),
+    "max_pool_block": ({128: 8, 56: 7}, {"n": 2}),
+    "seed_norm": ({512: 24}, {"rows": 9}),
+    "seed_lora": ({512: 24}, {"rows": 9}),
+    "seed_attention": ({256: 24, 64: 8}, {"batch": 2, "rows": 7}),
+    "seed_mlp": ({512: 16, 1024: 24}, {"rows": 9}),
+    "seed_depthwise": ({128: 8, 28: 5}, {"n": 2}),
+    "seed_conv": ({64: 8, 28: 5}, {"n": 2}),
+    "seed_squeeze_excite": ({128: 8, 28: 5}, {"n": 2}),
+    "seed_gated": ({512: 16, 1024: 24}, {"rows": 9}),
 }
 
 
