@@ -57,11 +57,20 @@ def join(modules: list[str]) -> str:
         body = _SHARED.sub("", body)
         owner = entries(text)[0].name
         for symbol in dict.fromkeys(_SYMBOL.findall(body)):
-            body = re.sub(rf"(?<![\w$]){re.escape(symbol)}(?![\w$])", f"{symbol}__{owner}", body)
+            used = re.compile(rf"(?<![\w$]){re.escape(symbol)}(?![\w$])")
+            if len(used.findall(body)) == 1:
+                body = _definition(symbol).sub("", body)
+            body = used.sub(f"{symbol}__{owner}", body)
         bodies.append(
             "\n".join(line for line in body.splitlines() if line.strip() and not line.startswith("//"))
         )
     return "\n".join([*header, *dict.fromkeys(shared), *bodies]) + "\n"
+
+
+def _definition(symbol: str) -> re.Pattern[str]:
+    """The whole statement that defines a module-level symbol (libdevice leaves some that nothing reads)."""
+    start = r"^[ \t]*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?"
+    return re.compile(rf"{start}\s{re.escape(symbol)}\s*(?:\[[^\]]*\])*\s*(?:=[^;]*)?;[ \t]*$", re.MULTILINE)
 
 
 def _headers(text: str) -> list[str]:
