@@ -1,9 +1,9 @@
 """Library calls beside products: convolution, attention, pooling, lookup, joining, scans.
 
-Every call has the form `run(inputs, outs)`. It either writes into `outs` and returns None, or returns its results, which
-the caller puts in their place (a result that the library allocated anyway is not copied). Attributes are JSON scalars;
-several numbers are one string, joined by commas. `data_format` NHWC means dense tensors [n, h, w, c] and weights
-[out, h, w, in]: seen as NCHW they are torch's channels-last memory.
+Every call has the form `run(inputs, outs)`. It either writes into `outs` and returns None, or returns its
+results, which the caller puts in their place (a result that the library allocated anyway is not copied).
+Attributes are JSON scalars; several numbers are one string, joined by commas. `data_format` NHWC means
+dense tensors [n, h, w, c] and weights [out, h, w, in]: seen as NCHW they are torch's channels-last memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
 
 @dataclass(frozen=True)
 class Extern:
-    """`arity` inputs (0: one or more); `attrs` it understands; `flag`: the TF32 flag that changes its meaning, "matmul",
-    "cudnn" or empty.
+    """`arity` inputs (0: one or more); `attrs` it understands; `flag`: the TF32 flag that changes its
+    meaning, "matmul", "cudnn" or empty.
     """
 
     arity: int
@@ -79,8 +79,8 @@ def _conv(attrs: Attrs) -> Run:
 
 
 def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
-    """0: of the input, from (cotangent, weight); 1: of the weight, from (cotangent, input). What is asked for also lends
-    its shape and strides in place of the operand that the call does not read.
+    """0: of the input, from (cotangent, weight); 1: of the weight, from (cotangent, input). What is asked
+    for also lends its shape and strides in place of the operand that the call does not read.
     """
 
     def prepare(attrs: Attrs) -> Run:
@@ -101,7 +101,8 @@ def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
     return prepare
 
 
-# Attention. `lse`, float32 [batch, heads, queries]: logarithm of the sum of exponentials of the scaled scores.
+# Attention. `lse`, float32 [batch, heads, queries]: logarithm of the sum of exponentials of the scaled
+# scores.
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 
@@ -138,7 +139,7 @@ class _Attention:
         alike = q.shape[-1] == k.shape[-1] == v.shape[-1]
         if q.device.type == "cpu":
             return FLASH if alike else MATH
-        found = int(torch._fused_sdp_choice(q, k, v, None, 0.0, self.causal, scale=self.scale))
+        found = int(torch.ops.aten._fused_sdp_choice(q, k, v, None, 0.0, self.causal, scale=self.scale))
         fits = alike and q.shape[-1] % 8 == 0
         return found if found in (FLASH, EFFICIENT, CUDNN) and fits else MATH
 

@@ -34,8 +34,8 @@ class Fresh:
 
 @dataclass(frozen=True)
 class ExternCall:
-    """One library call on slots. `fresh`: from this slot on memory is the plan's own, and a result that the library
-    allocated may take its place."""
+    """One library call on slots. `fresh`: from this slot on memory is the plan's own, and a result that
+    the library allocated may take its place."""
 
     step: ExternStep
     inputs: tuple[tuple[int, Strided], ...]
