@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.esper-installed
 DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c)
 
-.PHONY: help install demo test test-slow test-gpu bench lint docs library clean
+.PHONY: help install demo test test-slow test-gpu bench bench-report lint docs library clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,8 +30,11 @@ test-slow: $(STAMP)  ## the long ones
 test-gpu: $(STAMP)  ## those that need a CUDA card; fails without one
 	ESPER_REQUIRE_GPU=1 $(PY) -m pytest -m gpu
 
-bench: $(STAMP)  ## measure against the peers on the card here; writes bench/results/
+bench: $(STAMP)  ## measure against the peers on the card or processor here; writes bench/results/
 	$(PY) -m bench.harness
+
+bench-report: $(STAMP)  ## charts and the README's table from the newest results
+	$(PY) -m bench.report
 
 lint: $(STAMP)  ## ruff, pyright, import order, size budgets
 	$(PY) -m pytest -q tests/test_lint.py tests/test_layers.py tests/test_budgets.py

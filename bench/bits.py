@@ -1,5 +1,5 @@
-"""Digests of results and gradients for inputs that are the same everywhere: two runs of one file, on other cards,
-Pythons or versions of torch, must give the same ones.
+"""Digests of results and gradients for inputs that are the same everywhere: two runs of one file, on other
+cards, Pythons or versions of torch, must give the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def rows(library: Library, block: Block, sizes: Sizes, unproven: bool = False) -
     args, flow = _inputs(block, sizes)
     found = []
     for path, dispatch in PATHS.items():
-        native = peers.esper(peers.blueprint_id(block.blueprint), library, dispatch=dispatch, allow_unvalidated=unproven)
+        native = peers.esper(
+            peers.blueprint_id(block.blueprint), library, dispatch=dispatch, allow_unvalidated=unproven
+        )
         seen = [_once(native, args, flow) for _ in range(RUNS)]
         with torch.no_grad():
             seen[0]["y, no gradient"] = digest(native(*args))

@@ -1,8 +1,8 @@
 """The named work: what every implementation computes, at which sizes, and the least it can cost.
 
-A block is a blueprint in examples/ (used once the file is there) and a plain torch function of the same leaves
-in the same order; eager torch and torch.compile run that function, so that all run the same mathematics on the
-same tensors.
+A block is a blueprint in examples/ (used once the file is there) and a plain torch function of the same
+leaves in the same order; eager torch and torch.compile run that function, so that all run the same
+mathematics on the same tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ BYTES = {"bfloat16": 2, "float32": 4, "int64": 8}
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor: its axes as names of sizes or numbers; values are normal with deviation `std`, or indices below
-    `below`. `channels_last`: memory format of a 4-d tensor."""
+    """One tensor: its axes as names of sizes or numbers; values are normal with deviation `std`, or indices
+    below `below`. Images and their kernels are dense with the channels last.
+    """
 
     name: str
     shape: tuple[str | int, ...]
     std: float = 1.0
     dtype: str = BF16
     below: str = ""
-    channels_last: bool = False
 
     def dims(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(n if isinstance(n, int) else sizes[n] for n in self.shape)
@@ -45,8 +45,7 @@ class Leaf:
         if self.below:
             return torch.randint(0, sizes[self.below], self.dims(sizes), generator=generator)
         value = torch.randn(self.dims(sizes), generator=generator) * self.std
-        value = value.to(getattr(torch, self.dtype))
-        return value.to(memory_format=torch.channels_last) if self.channels_last else value
+        return value.to(getattr(torch, self.dtype))
 
 
 def _no_flops(sizes: Sizes) -> float:
@@ -57,9 +56,9 @@ def _no_flops(sizes: Sizes) -> float:
 class Block:
     """`sizes`: the first is the one of the published table. `result`: axes of the output; () for a scalar.
 
-    `flops` of the forward in the unit that bounds it (matrix products), `backward` times as many for the backward.
-    Least bytes: forward, every leaf read and the result written; backward, leaves and cotangent read, one gradient
-    per floating leaf written, except those in `shared`, which are equal to another one.
+    `flops` of the forward in the unit that bounds it (matrix products), `backward` times as many for the
+    backward. Least bytes: forward, every leaf read and the result written; backward, leaves and cotangent
+    read, one gradient per floating leaf written, except those in `shared`, which are equal to another one.
     """
 
     name: str
@@ -98,7 +97,8 @@ class Block:
         return read + out + read + out + written
 
     def floor_ms(self, sizes: Sizes, phase: str, copy_bytes: float, flops: float) -> float:
-        """max(FLOPs over the measured matrix rate, least bytes over the measured copy rate); rates per second."""
+        """max(FLOPs over the measured matrix rate, least bytes over the measured copy rate); rates per
+        second."""
         work = self.flops(sizes) * (1.0 if phase == "f" else 1.0 + self.backward)
         compute = work / flops if flops else 0.0
         return 1e3 * max(compute, self.least_bytes(sizes, phase) / copy_bytes)
@@ -114,26 +114,44 @@ def swiglu(x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
     return (F.silu(x @ wg) * (x @ wu)) @ wd
 
 
+def _nchw(value: Tensor) -> Tensor:
+    """What torch's convolutions take; memory stays channels-last."""
+    return value.permute(0, 3, 1, 2)
+
+
 def squeeze_excite(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    s = x.mean((2, 3))
-    return x * torch.sigmoid(F.relu(s @ w1) @ w2)[:, :, None, None]
+    s = x.mean((1, 2))
+    return x * torch.sigmoid(F.relu(s @ w1) @ w2)[:, None, None, :]
 
 
 def dw_pw(x: Tensor, wd: Tensor, wp: Tensor) -> Tensor:
-    return F.relu(F.conv2d(F.relu(F.conv2d(x, wd, padding=1, groups=x.shape[1])), wp))
+    h = F.relu(F.conv2d(_nchw(x), _nchw(wd), padding=1, groups=x.shape[-1]))
+    return F.relu(F.conv2d(h, _nchw(wp))).permute(0, 2, 3, 1)
+
+
+def conv_res(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    image = _nchw(x)
+    return F.relu(image + F.conv2d(image, _nchw(w), b, padding=1)).permute(0, 2, 3, 1)
 
 
 def _rows(*counts: int, **others: int) -> tuple[Sizes, ...]:
     return tuple({"rows": n, **others} for n in counts)
 
 
-def _images(*shapes: tuple[int, int, int]) -> tuple[Sizes, ...]:
-    return tuple({"n": n, "c": c, "h": h, "w": h} for n, c, h in shapes)
+def _images(*counts: int, **others: int) -> tuple[Sizes, ...]:
+    return tuple({"n": n, **others} for n in counts)
 
 
 _X = Leaf("x", ("rows", "cols"))
-_IMAGE = Leaf("x", ("n", "c", "h", "w"), channels_last=True)
-_MAP = ("n", "c", "h", "w")
+_MAP = ("n", "h", "w", "c")
+_IMAGE = Leaf("x", _MAP)
+
+_SEQUENCES = ((4, 2048), (16, 512), (1, 8192))
+
+
+def _up(name: str) -> Leaf:
+    return Leaf(name, ("cols", "hidden"), 0.02)
+
 
 BLOCKS: tuple[Block, ...] = (
     Block(
@@ -148,7 +166,7 @@ BLOCKS: tuple[Block, ...] = (
     ),
     Block(
         "swiglu", swiglu,
-        (_X, Leaf("wg", ("cols", "hidden"), 0.02), Leaf("wu", ("cols", "hidden"), 0.02), Leaf("wd", ("hidden", "cols"), 0.02)),
+        (_X, _up("wg"), _up("wu"), Leaf("wd", ("hidden", "cols"), 0.02)),
         _rows(8192, 2048, 16384, cols=4096, hidden=11008), ("rows", "cols"),
         flops=lambda s: 6.0 * s["rows"] * s["cols"] * s["hidden"],
     ),
@@ -164,7 +182,8 @@ BLOCKS: tuple[Block, ...] = (
         _rows(8192, 2048, 32768, cols=4096), ("rows", "cols"),
     ),
     Block(
-        "softmax", lambda x: torch.softmax(x, -1), (_X,), _rows(8192, 2048, 16384, cols=8192), ("rows", "cols"),
+        "softmax", lambda x: torch.softmax(x, -1), (_X,),
+        _rows(8192, 2048, 16384, cols=8192), ("rows", "cols"),
     ),
     Block(
         "bias_gelu", lambda x, b: F.gelu(x + b, approximate="tanh"), (_X, Leaf("b", ("cols",))),
@@ -183,30 +202,29 @@ BLOCKS: tuple[Block, ...] = (
     Block(
         "attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         tuple(Leaf(n, ("batch", "heads", "rows", "width")) for n in "qkv"),
-        tuple({"batch": b, "heads": 16, "rows": t, "width": 64} for b, t in ((4, 2048), (16, 512), (1, 8192))),
+        tuple({"batch": b, "heads": 16, "rows": t, "width": 64} for b, t in _SEQUENCES),
         ("batch", "heads", "rows", "width"),
         flops=lambda s: 2.0 * s["batch"] * s["heads"] * s["rows"] ** 2 * s["width"], backward=2.5,
     ),
     Block(
         "squeeze_excite", squeeze_excite, (_IMAGE, Leaf("w1", ("c", 16), 0.1), Leaf("w2", (16, "c"), 0.1)),
-        _images((64, 256, 56), (16, 256, 56), (64, 512, 28)), _MAP,
+        _images(64, 16, 128, c=256, h=56, w=56), _MAP,
     ),
     Block(
         "dw_pw", dw_pw,
-        (_IMAGE, Leaf("wd", ("c", 1, 3, 3), 0.1, channels_last=True), Leaf("wp", ("c", "c", 1, 1), 0.05, channels_last=True)),
-        _images((64, 256, 28), (16, 256, 28), (64, 128, 56)), _MAP,
+        (_IMAGE, Leaf("wd", ("c", 3, 3, 1), 0.1), Leaf("wp", ("c", 1, 1, "c"), 0.05)),
+        _images(64, 16, 128, c=256, h=28, w=28), _MAP,
         flops=lambda s: 2.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2,
     ),
     Block(
-        "conv_res", lambda x, w, b: F.relu(x + F.conv2d(x, w, b, padding=1)),
-        (_IMAGE, Leaf("w", ("c", "c", 3, 3), 0.03, channels_last=True), Leaf("b", ("c",))),
-        _images((64, 128, 56), (16, 128, 56), (64, 256, 28)), _MAP,
+        "conv_res", conv_res, (_IMAGE, Leaf("w", ("c", 3, 3, "c"), 0.03), Leaf("b", ("c",))),
+        _images(64, 16, 128, c=128, h=56, w=56), _MAP,
         flops=lambda s: 18.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2,
     ),
     Block(
         "groupnorm_silu", lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)),
         (Leaf("x", ("n", "c", "h", "w")), Leaf("w", ("c",)), Leaf("b", ("c",))),
-        _images((16, 320, 64), (4, 320, 64), (16, 640, 32)), _MAP,
+        _images(16, 4, 64, c=320, h=64, w=64), ("n", "c", "h", "w"),
     ),
 )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
     python -m bench.compare A.json B.json [--quantity dev] [--json]
 
-faster or slower: the intervals do not meet and the medians are more than MARGIN apart; same: whatever the truth
-inside the intervals, it is within MARGIN; ambiguous: the intervals do not allow either.
+faster or slower: the intervals do not meet and the medians are more than MARGIN apart; same: whatever the
+truth inside the intervals, it is within MARGIN; ambiguous: the intervals do not allow either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ QUANTITIES = {"wall": "wall_ms", "dev": "dev_ms", "host": "host_us"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio`: time of the first over time of the second, with its widest bounds; above 1 the second is faster."""
+    """`ratio`: time of the first over time of the second, with its widest bounds; above 1 the second is
+    faster."""
 
     key: tuple[str, ...]
     quantity: str

@@ -2,7 +2,8 @@
 
     python -m bench.harness [blocks] [host] [load] [bits] [--only WORD] [--library DIR] [--out DIR]
 
-Without --library, everything is compiled for this machine and proven first, in a library that goes with the run.
+Without --library, everything is compiled for this machine and proven first, in a library that goes with the
+run.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def _in_process(run: Run, block: Block, sizes: Sizes, first: bool) -> list[dict[
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     lines += _unfinished(lines, ended, block, sizes)
     say(
-        f"{label}: {time.monotonic() - begin:.0f} s, {sum(x['kind'] == 'row' for x in lines)} rows, {ended or 'done'}"
+        f"{label}: {time.monotonic() - begin:.0f} s, {sum(x['kind'] == 'row' for x in lines)} rows, "
+        f"{ended or 'done'}"
     )
     for line in lines:
         if line.get("why"):

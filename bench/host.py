@@ -1,9 +1,10 @@
-"""Host time of one block under autograd, alone and as one of sixteen more in a stack, beside torch's own floor.
+"""Host time of one block under autograd, alone and as one of sixteen more in a stack, beside torch's own
+floor.
 
-The block is `softmax(relu(x * w) + x) * w` on 4096 numbers, small enough that the device never waits for work.
-The forge may fuse it to one kernel each way; beside the artifact as it is, one with exactly three launches each
-way (`bench.prepare.compile_repeated`) goes through the same path of the runtime. All variants are interleaved
-round by round, and ratios are taken inside a round.
+The block is `softmax(relu(x * w) + x) * w` on 4096 numbers, small enough that the device never waits for
+work. The forge may fuse it to one kernel each way; beside the artifact as it is, one with exactly three
+launches each way (`bench.prepare.compile_repeated`) goes through the same path of the runtime. All variants
+are interleaved round by round, and ratios are taken inside a round.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def variants(library: Library, ids: Mapping[str, str], notes: list[str]) -> dict
         (OPERATOR, REPEATED, {"dispatch": "op"}),
     ):
         try:
-            # Unproven: the gauntlet cannot judge this block (it would not notice a zero dx). `wrong` compares instead.
+            # Unproven: the gauntlet cannot judge this block (it would not notice a zero dx). `wrong`
+            # compares instead.
             found[name] = peers.esper(ids[key], library, allow_unvalidated=True, **options)
         except Exception as error:
             notes.append(f"{name}: {str(error)[:200]}")

@@ -1,5 +1,5 @@
-"""What loading costs: from the cache, past it in pieces, and the first step of a fresh process that has no compiler,
-no Triton and no home to write to.
+"""What loading costs: from the cache, past it in pieces, and the first step of a fresh process that has no
+compiler, no Triton and no home to write to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS, CACHED_CALLS, FRESH = 300, 200, 3
 CACHED_US, UNCACHED_US, FIRST_STEP_MS = 10.0, 1000.0, 50.0
 NOWHERE = "/proc/esper-no-such-home"  # not even root can make a directory there
 
-# Runs in the fresh process. Everything that could start a compiler is counted by the interpreter's audit hook.
+# Runs in the fresh process. Everything that could start a compiler is counted by the audit hook.
 FIRST_STEP = """
 import importlib.abc, json, os, sys, time
 sys.dont_write_bytecode = True
@@ -46,8 +46,10 @@ x = torch.ones(256, 256, device=device)
 (x @ x).sum().item()
 context_s = time.perf_counter() - start
 generator = torch.Generator().manual_seed(0)
-args = [torch.randn(s, generator=generator).to(device, getattr(torch, d)).requires_grad_() for s, d in job["leaves"]]
-flow = torch.randn(job["out"][0], generator=generator).to(device, getattr(torch, job["out"][1]))
+def made(shape, dtype):
+    return torch.randn(shape, generator=generator).to(device, getattr(torch, dtype))
+args = [made(*leaf).requires_grad_() for leaf in job["leaves"]]
+flow = made(*job["out"])
 if device == "cuda":
     torch.cuda.synchronize()
 started = []
@@ -76,7 +78,8 @@ try:
 except OSError:
     home = "read-only"
 import shutil
-print(json.dumps({"first_step_ms": total, **times, "import_torch_ms": 1e3 * torch_s, "context_ms": 1e3 * context_s,
+print(json.dumps({"first_step_ms": total, **times, "import_torch_ms": 1e3 * torch_s,
+    "context_ms": 1e3 * context_s,
     "processes_started": started, "triton": "triton" in sys.modules, "home": home,
     "compilers": [c for c in ("gcc", "cc", "clang", "nvcc", "ptxas") if shutil.which(c)],
     "launches": block.report()["counters"]["launches"]}))

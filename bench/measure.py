@@ -115,7 +115,8 @@ def repeated(
 
 
 def marginal(one: Figures, deep: Figures) -> Figures:
-    """What each of the blocks after the first costs, repeat by repeat; the deep stack may have fewer repeats."""
+    """What each of the blocks after the first costs, repeat by repeat; the deep stack may have fewer
+    repeats."""
 
     def each(first: Mapping[str, Timing], last: Mapping[str, Timing]) -> dict[str, Timing]:
         return {

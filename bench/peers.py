@@ -63,7 +63,8 @@ def names(block: Block, device: torch.device) -> list[str]:
 
 
 def peer(name: str, block: Block, args: list[Tensor], cotangent: Tensor) -> tuple[Fn, float]:
-    """(function, seconds until its first forward and backward were done). Compiled for exactly these sizes."""
+    """(function, seconds until its first forward and backward were done). Compiled for exactly these
+    sizes."""
     fn = LIGER_BLOCKS[block.name] if name == LIGER else block.fn
     if name in COMPILE_OPTIONS:
         inductor.force_disable_caches = True  # so that the seconds are those of a compilation

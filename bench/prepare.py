@@ -2,8 +2,8 @@
 
     python -m bench.prepare out/card --target h100
 
-makes out/card/library and out/card/trust (keys of its own), out/card/compiled.json with what each compilation took,
-and out/card.tar of all three, which keeps the file modes that the library insists on.
+makes out/card/library and out/card/trust (keys of its own), out/card/compiled.json with what each
+compilation took, and out/card.tar of all three, which keeps the file modes that the library insists on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ REPEATED = "host_block_3"
 
 
 def repeat_last(work: Work) -> Work:
-    """The last step of every training plan again until the plan has `HOST_STEPS`: a block of that many launches
-    with a known meaning, since the step writes the same values again. The inference plan stays as it is."""
+    """The last step of every training plan again until the plan has `HOST_STEPS`: a block of that many
+    launches with a known meaning, since the step writes the same values again. Inference stays as it is.
+    """
     return replace(work, lowerings=tuple(_repeated(low) for low in work.lowerings))
 
 

@@ -1,4 +1,5 @@
-"""The results file: one JSON document per bench and run, written by the harness and read by everything else."""
+"""The results file: one JSON document per bench and run, written by the harness and read by everything
+else."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def device_here() -> torch.device:
 
 
 def commit() -> tuple[str, bool]:
-    """(commit, whether the working tree differs from it): ESPER_COMMIT and ESPER_DIRTY where there is no git."""
+    """(commit, whether the working tree differs from it): ESPER_COMMIT and ESPER_DIRTY where there is no
+    git."""
     given = os.environ.get("ESPER_COMMIT")
     if given:
         return given, os.environ.get("ESPER_DIRTY", "0") != "0"

@@ -1,4 +1,5 @@
-"""What each step of an artifact's plans costs: bytes, floor, time on its own, share of the copy rate reached."""
+"""What each step of an artifact's plans costs: bytes, floor, time on its own, share of the copy rate
+reached."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def plans(block: Block, args: list[Tensor]) -> Plans:
 
 
 def counts(found: Plans) -> dict[str, dict[str, int]]:
-    """Kernels and library calls per phase of a measurement: "f" without gradients, "fb" forward and backward."""
+    """Kernels and library calls per phase of a measurement: "f" without gradients, "fb" forward and
+    backward."""
     phases = {"f": ("inference",), "fb": ("forward", "backward")}
     out = {}
     for name, needed in phases.items():
@@ -52,8 +54,8 @@ def counts(found: Plans) -> dict[str, dict[str, int]]:
 def measure(
     block: Block, args: list[Tensor], cotangent: Tensor, effort: Effort, copy_bytes: float
 ) -> list[dict[str, Any]]:
-    """A row per step of inference, forward and backward, each step alone with a cold cache. Their sum is above the
-    time of the whole, where a step finds in the cache what the one before left there."""
+    """A row per step of inference, forward and backward, each step alone with a cold cache. Their sum is
+    above the time of the whole, where a step finds in the cache what the one before left there."""
     found = plans(block, args)
     program, rows = found.program, []
     with torch.no_grad(), program.current():

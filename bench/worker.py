@@ -1,5 +1,5 @@
-"""Measures one block at one size in a process of its own and writes what it found line by line, so that a peer
-that hangs or crashes takes nothing else with it.
+"""Measures one block at one size in a process of its own and writes what it found line by line, so that a
+peer that hangs or crashes takes nothing else with it.
 
     python -m bench.worker JOB.json OUT.jsonl
 """

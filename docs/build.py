@@ -134,7 +134,7 @@ def bench_table() -> str:
             newest[key] = result
     if not newest:
         return "No measurement is committed yet.\n"
-    tables = [_card_table(result) for _, result in sorted(newest.items()) if result.get("rows")]
+    tables = [_card_table(result) for _, result in sorted(newest.items()) if _timed(result)]
     tables += [_figures(result) for _, result in sorted(newest.items()) if result.get("figures")]
     return "\n".join(tables)
 
@@ -154,8 +154,15 @@ def _figures(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of single steps with a time: what the table shows. Missing and wrong ones stay."""
+    rows = result.get("rows", [])
+    plain = [row for row in rows if row["phase"] == "fb" and row.get("mode", "plain") == "plain"]
+    return [row for row in plain if "wall_ms" in row]
+
+
 def _card_table(result: dict[str, Any]) -> str:
-    rows = [row for row in result["rows"] if row["phase"] == "fb" and row.get("mode", "plain") == "plain"]
+    rows = _timed(result)
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     lines = [f"{_head(result)}; device / wall ms, forward and backward\n"]
     lines += ["| block | floor | " + " | ".join(impls) + " |", "|---" * (len(impls) + 2) + "|"]

@@ -1,0 +1,233 @@
+"""The measuring side without measuring: definitions, verdicts, figures, files, what happens to peers that
+hang."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import blocks, compare, correct, figures, harness, load, measure, peers, prepare, report, results
+from esper_ir import reference, text
+from forge.pass_manager import run
+from forge.target import resolve
+from forge.work import Work
+from runtime.timing import Timing
+
+AVAILABLE = blocks.available()
+
+
+def small(block: blocks.Block) -> dict[str, int]:
+    """The block's sizes with the free ones small; widths stay what the blueprint fixes."""
+    free = {"rows": 3, "n": 2, "batch": 1}
+    return {name: free.get(name, size) for name, size in block.sizes[0].items()}
+
+
+@pytest.mark.parametrize("block", AVAILABLE, ids=lambda b: b.name)
+def test_a_block_is_its_blueprint(block: blocks.Block):
+    """Leaves of the same types in the same order, and the plain function means what the blueprint means."""
+    blueprint = text.load(block.blueprint)
+    names = [leaf.name for leaf in blueprint.leaves]
+    shapes = [leaf.dims(small(block)) for leaf in block.leaves]
+    assert [len(leaf.type.shape) for leaf in blueprint.leaves] == list(map(len, shapes))
+    assert [leaf.type.dtype.value for leaf in blueprint.leaves] == [leaf.dtype for leaf in block.leaves]
+    if sum(map(math.prod, shapes)) > 1 << 24:
+        return  # the values of the large products are compared by the harness itself
+    args = block.inputs(small(block), torch.device("cpu"))
+    meant = next(iter(reference.evaluate(blueprint, dict(zip(names, args, strict=True))).values()))
+    got = block.fn(*args)
+    assert got.dtype == meant.dtype and got.shape == meant.shape
+    torch.testing.assert_close(got, meant, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("block", blocks.BLOCKS, ids=lambda b: b.name)
+def test_sizes_and_floors(block: blocks.Block):
+    assert len(block.sizes) == 3 and len({block.size_label(s) for s in block.sizes}) == 3
+    for sizes in block.sizes:
+        forward, both = (block.floor_ms(sizes, phase, 4e12, 6e14) for phase in measure.PHASES)
+        assert 0 < forward < both
+
+
+def test_floor_of_the_gate():
+    block = blocks.named("rmsnorm_residual")
+    sizes = block.sizes[0]
+    one = 8192 * 4096 * 2
+    assert block.least_bytes(sizes, "f") == 3 * one + 2 * 4096
+    assert block.least_bytes(sizes, "fb") == 7 * one + 3 * 2 * 4096
+    assert block.floor_ms(sizes, "fb", 4.25e12, 7e14) == pytest.approx(0.1105, rel=1e-2)
+
+
+def test_inputs_are_the_same_for_the_same_seed():
+    block = blocks.named("small_mlp")
+    first, again = (block.inputs(small(block), torch.device("cpu")) for _ in range(2))
+    assert [correct.digest(a) for a in first] == [correct.digest(b) for b in again]
+    assert correct.digest(first[0]) != correct.digest(
+        block.inputs(small(block), torch.device("cpu"), seed=1)[0]
+    )
+
+
+def test_a_wrong_result_is_told():
+    block = blocks.named("rmsnorm_residual")
+    args = block.inputs(small(block), torch.device("cpu"))
+    flow = torch.randn(3, 4096).bfloat16()
+    truth = correct.truth(block.blueprint, block.fn, args, flow)
+    assert truth.why_wrong(correct.results(block.fn, args, flow)) == ""
+    wrong = correct.results(lambda x, r, w: block.fn(x, r, w) * 1.1, args, flow)
+    assert truth.why_wrong(wrong).startswith("y: ")
+
+
+def row(impl: str, ms: float, spread: float = 0.001, **more: Any) -> dict[str, Any]:
+    times = {
+        f"{q}_{end}": ms + d
+        for q in ("wall", "dev")
+        for end, d in (("ms", 0), ("lo", -spread), ("hi", spread))
+    }
+    base = {
+        "block": "rmsnorm_residual",
+        "size": "8192x4096",
+        "dtype": "bfloat16",
+        "phase": "fb",
+        "mode": "plain",
+    }
+    return {**base, "impl": impl, "correct": True, "floor_ms": 0.11, **times, **more}
+
+
+def document(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    head = results.header("blocks", {"copy_TBps": 4.25})
+    return {
+        **head,
+        "card": "NVIDIA H200",
+        "date": "2026-01-02T03:04:05Z",
+        "rows": rows,
+        "figures": {},
+        **more,
+    }
+
+
+def test_figures_of_blocks():
+    rows = [
+        row("esper-fast", 0.12),
+        row("eager", 1.4),
+        row("compile", 0.15),
+        row("liger", 0.1, correct=False),
+    ]
+    found = figures.of_blocks(rows, {"copy_TBps": 4.25}, "NVIDIA H200")
+    assert found["fb_dev_geomean_vs_best_peer"]["value"] == pytest.approx(0.15 / 0.12), "a wrong peer is none"
+    assert found["rmsnorm_residual_fb_dev_ms"]["met"] is True
+    scaled = figures.of_blocks(rows, {"copy_TBps": 3.0}, "NVIDIA H100 80GB HBM3")[
+        "rmsnorm_residual_fb_dev_ms"
+    ]
+    assert scaled["target"] == pytest.approx(0.125 * 4.25 / 3.0)
+    slower = figures.of_blocks(
+        [row("esper-fast", 0.2), row("compile", 0.15)], {"copy_TBps": 4.25}, "NVIDIA H200"
+    )
+    assert (
+        slower["fb_dev_slower_than_best_peer"]["value"] == 1
+        and slower["rmsnorm_residual_fb_dev_ms"]["met"] is False
+    )
+
+
+def test_nothing_measured_meets_nothing():
+    found = figures.of_blocks([], {"copy_TBps": 3.0}, "NVIDIA H100", lost=2)
+    assert found["wrong_or_missing"]["value"] == 2
+    assert not [name for name, one in found.items() if one["met"]]
+    wrong = figures.of_blocks([row("esper-fast", 0.1, correct=False)], {"copy_TBps": 4.25}, "NVIDIA H200")
+    assert wrong["rmsnorm_residual_fb_dev_ms"]["value"] is None and wrong["wrong_or_missing"]["met"] is False
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [(0.2, 0.1, "faster"), (0.1, 0.2, "slower"), (0.1, 0.1001, "same")],
+)
+def test_compare(first: float, second: float, verdict: str):
+    a, b = row("esper-fast", first, 0.0001), row("esper-fast", second, 0.0001)
+    found = compare.of_rows(a, b, "dev")
+    assert found is not None and found.verdict == verdict
+
+
+def test_compare_wide_intervals_and_wrong_rows():
+    a, b = row("esper-fast", 0.1, 0.02), row("esper-fast", 0.11, 0.02)
+    found = compare.of_rows(a, b, "dev")
+    assert found is not None and found.verdict == "ambiguous"
+    found = compare.of_rows(a, {**b, "correct": False}, "dev")
+    assert found is not None and found.verdict == "ambiguous" and "wrong" in found.reason
+    assert compare.of_rows(a, {**b, "dev_ms": None}, "dev") is None
+
+
+def test_compare_command_and_bits(tmp_path: Path):
+    paths = []
+    for name, bits, ms in (("a", "1", 0.1), ("b", "2", 0.2)):
+        rows = [row("esper-fast", ms, digests={"y": bits}, artifact="id")]
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(document(rows)), encoding="utf-8")
+    command = [sys.executable, "-m", "bench.compare", *map(str, paths), "--quantity", "dev", "--json"]
+    done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and told["rows"][0]["verdict"] == "slower" and len(told["bits_differ"]) == 1
+
+
+def test_the_file(tmp_path: Path):
+    made = document([row("eager", float("nan"))], commit="0123456789abcdef")
+    path = results.write(made, tmp_path)
+    assert path.name == "blocks-2026-01-02-h200-0123456.json"
+    read = results.read(path)
+    assert read["rows"][0]["wall_ms"] is None, "no NaN in a file"
+    later = {**made, "date": "2026-01-03T00:00:00Z", "commit": "f" * 40}
+    results.write(later, tmp_path)
+    assert [d["commit"][:1] for d in results.newest("blocks", tmp_path)] == ["f"]
+    assert results.short_card("NVIDIA H100 80GB HBM3") == "h100" and results.short_card("cpu") == "cpu"
+
+
+def test_picture(tmp_path: Path):
+    results.write(document([row("esper-fast", 0.12), row("eager", 1.4), row("compile", 0.15)]), tmp_path)
+    (path,) = report.write(tmp_path)
+    told = path.read_text(encoding="utf-8")
+    assert told.count("<rect") == 4 and "esper-fast 0.12 ms" in told and report.COLOURS["ours"] in told
+
+
+def test_marginal_is_per_block():
+    one = measure.Figures(host={"a": Timing((10.0, 10.0, 10.0))})
+    deep = measure.Figures(host={"a": Timing((26.0, 42.0, 26.0))})
+    assert measure.marginal(one, deep).host["a"].samples == (1.0, 2.0, 1.0)
+
+
+def test_a_peer_that_hangs_is_told_and_killed(tmp_path: Path):
+    ended = harness._bounded([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    assert ended.startswith("stopped")
+    block = blocks.named("small_mlp")
+    lines = harness._unfinished([{"kind": "trying", "impl": peers.MAX}], ended, block, block.sizes[0])
+    assert [(x["kind"], x.get("impl")) for x in lines] == [
+        ("row", peers.MAX),
+        ("row", peers.MAX),
+        ("killed", None),
+    ]
+    assert harness._unfinished([{"kind": "done"}], "", block, block.sizes[0]) == []
+
+
+def test_three_launches_each_way():
+    blueprint = text.load(prepare.HOST_BLOCK)
+    steps = tuple(s for s in prepare.repeating().steps if s[0] not in ("build", "package"))
+    work = run(replace(prepare.repeating(), steps=steps), Work(blueprint, resolve("h100"), "fast"))
+    counts = {low.plan.phase: len(low.plan.steps) for low in work.lowerings}
+    assert counts == {"inference": 1, "forward": 3, "backward": 3}
+
+
+def test_bare_environment():
+    class Place:
+        home = Path("/somewhere")
+
+    made = load.bare_environment(Place())  # type: ignore[arg-type]
+    assert made["PATH"] == "/nonexistent" and made["HOME"] == load.NOWHERE
+    with pytest.raises(OSError):
+        Path(made["HOME"]).mkdir()
+
+
+def test_effort_is_data():
+    assert replace(measure.Effort(), repeats=1).rounds == measure.Effort().rounds
