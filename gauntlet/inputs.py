@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper_ir import oracle
 from esper_ir.eager import constant_value
+from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
@@ -20,6 +22,8 @@ COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "strided", "alterna
 OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers")
 """Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare
 exp; magnitudes near the smallest that round to nothing when squared; whole numbers."""
+KEPT = 24
+"""Drawn weights kept at a time."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted")
 
 
@@ -57,9 +61,10 @@ def smooth_draws(subject: Subject) -> list[str]:
     return list(SMOOTH)
 
 
-def _seed(recipe: Recipe, name: str) -> int:
-    """Every tensor of every case has its own stream."""
-    key = f"{recipe.seed}:{recipe.draw}:{recipe.cotangent}:{sorted(recipe.dims.items())}:{name}"
+def _seed(recipe: Recipe, name: str, fixed: bool = False) -> int:
+    """Every tensor of every case has its own stream; `fixed`: one for all sizes and cotangents."""
+    rest = "" if fixed else f"{recipe.cotangent}:{sorted(recipe.dims.items())}"
+    key = f"{recipe.seed}:{recipe.draw}:{rest}:{name}"
     return zlib.crc32(key.encode()) + (recipe.seed << 32)
 
 
@@ -69,18 +74,31 @@ def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
     if subject.stored and not recipe.repeat > 1:
         found = {name: subject.stored[name] for name, _, _ in subject.leaves}
         return {n: _laid_out(recipe, t) for n, t in found.items()}
-    out, limits = {}, oracle.index_limits(subject.graph)
-    for leaf in subject.blueprint.leaves:
-        if leaf.kind == "constant":
-            out[leaf.name] = constant_value(leaf).to(subject.device)
-            continue
-        generator = torch.Generator().manual_seed(_seed(recipe, leaf.name))
-        drawn = _draw(recipe.draw, leaf.type, recipe, generator, limits.get(leaf.name))
-        scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
-        if leaf.type.dtype.is_floating and scale != 1.0:
-            drawn = (drawn.double() * scale).to(drawn.dtype)
-        out[leaf.name] = _laid_out(recipe, drawn.to(subject.device))
-    return out
+    limits = oracle.index_limits(subject.graph)
+    leaves = subject.blueprint.leaves
+    return {v.name: _laid_out(recipe, _leaf(subject, recipe, v, limits.get(v.name))) for v in leaves}
+
+
+def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
+    """Leaves whose size never changes (weights) are the same in all cases of one seed and draw, and kept."""
+    if leaf.kind == "constant":
+        return constant_value(leaf).to(subject.device)
+    fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
+    seed = _seed(recipe, leaf.name, fixed)
+    key = (leaf.name, recipe.draw, seed)
+    if fixed and key in subject.kept:
+        return subject.kept[key]
+    generator = torch.Generator().manual_seed(seed)
+    drawn = _draw(recipe.draw, leaf.type, recipe, generator, limit)
+    scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
+    if leaf.type.dtype.is_floating and scale != 1.0:
+        drawn = (drawn.double() * scale).to(drawn.dtype)
+    drawn = drawn.to(subject.device)
+    if fixed:
+        if len(subject.kept) >= KEPT:
+            subject.kept.clear()
+        subject.kept[key] = drawn
+    return drawn
 
 
 def parameter_scale(kind: TensorType) -> float:

@@ -42,6 +42,7 @@ class Subject:
         self.manifest: Mapping[str, Any] = container.manifest
         self.blobs: Mapping[str, memoryview] = container.blobs
         self.stored: Mapping[str, Tensor] = {}
+        self.kept: dict[Any, Tensor] = {}
         self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
