@@ -8,6 +8,7 @@ to sm_90.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from gauntlet.elf import Malformed
 _MACHINE, _NOBITS = 190, 8
 _KPARAM_INFO, _CBANK_PARAM_SIZE, _SIZED, _SHORT = 0x17, 0x19, 4, 3
 MAX_SECTIONS = 4096
+_REFLECTED = re.compile(rb"__CUDA_[A-Z_]+\0+")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,15 @@ def read(data: bytes) -> Cubin:
 
 
 def _state(data: bytes) -> int:
-    """Bytes of `.nv.global` and `.nv.global.init`: device variables, which kernels have no use for."""
-    return sum(size for name, _, _, size in _rows(data) if name.startswith(".nv.global"))
+    """Bytes of `.nv.global` and `.nv.global.init`: device variables, which kernels have no use for. The names
+    by which libdevice asks for compile options stay behind as such variables and do not count.
+    """
+    found = 0
+    for name, kind, at, size in _rows(data):
+        if name.startswith(".nv.global"):
+            body = b"" if kind == _NOBITS else data[at : at + size]
+            found += len(_REFLECTED.sub(b"", body)) if body else size
+    return found
 
 
 def _sections(data: bytes) -> dict[str, bytes]:

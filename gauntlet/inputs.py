@@ -153,20 +153,23 @@ def cotangents(subject: Subject, recipe: Recipe) -> list[Tensor | None]:
         if not kind.dtype.is_floating or recipe.cotangent == f"none:{name}":
             out.append(None)
         else:
-            out.append(_cotangent(recipe, name, kind, stored).to(subject.device))
+            out.append(_cotangent(recipe, name, kind, stored, subject.device))
     return out
 
 
-def _cotangent(recipe: Recipe, name: str, kind: TensorType, stored: Tensor | None) -> Tensor:
+def _cotangent(
+    recipe: Recipe, name: str, kind: TensorType, stored: Tensor | None, device: torch.device
+) -> Tensor:
+    """Expanded on the device: a copy of an expanded tensor would be dense."""
     shape = tuple(d.value(recipe.dims) for d in kind.shape)
     dtype = getattr(torch, kind.dtype.value)
     generator = torch.Generator().manual_seed(_seed(recipe, COTANGENT + name))
     if recipe.cotangent == "ones":
-        return torch.ones((), dtype=dtype).expand(shape)
+        return torch.ones((), dtype=dtype, device=device).expand(shape)
     if recipe.cotangent == "rows":
-        return torch.randn(shape[1:], generator=generator).to(dtype).expand(shape)
+        return torch.randn(shape[1:], generator=generator).to(device, dtype).expand(shape)
     if recipe.cotangent == "columns" and shape:
-        return torch.randn((*shape[:-1], 1), generator=generator).to(dtype).expand(shape)
+        return torch.randn((*shape[:-1], 1), generator=generator).to(device, dtype).expand(shape)
     if stored is not None:
         dense = stored.clone()
     elif recipe.cotangent == "zeros":
@@ -175,6 +178,7 @@ def _cotangent(recipe: Recipe, name: str, kind: TensorType, stored: Tensor | Non
         dense = torch.randn(shape, generator=generator).to(dtype)
     if stored is None:
         dense = _shaped(recipe.cotangent, dense)
+    dense = dense.to(device)
     return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
 
 

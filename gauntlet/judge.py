@@ -109,6 +109,8 @@ def _guarded(stage: Stage, context: Context, recipe: Recipe | None) -> Outcome:
         return Failed(error.render().replace("\n", " "), context.latest)
     except (RuntimeError, MemoryError) as error:
         text = str(error) or "out of memory"
+        if isinstance(error, torch.OutOfMemoryError):
+            raise  # of a card that others may use too: nobody's fault
         if isinstance(error, MemoryError) or any(sign in text for sign in MEMORY_SIGNS):
             return Failed(f"memory: {text.splitlines()[0]}", context.latest)
         if any(sign in text for sign in CUDA_SIGNS):
@@ -153,7 +155,7 @@ def materialise(arguments: int, result: int, spill: int) -> None:
 
 def probe(arguments: int, result: int, spill: int) -> None:
     """Does the device still compute? A fresh context, a small sum, its answer."""
-    device = torch.device(json.loads(_read(arguments))["device"])
+    device = torch.device(decode_job(_read(arguments))[0]["device"])
     total = int(torch.arange(1 << 16, device=device).sum())
     os.write(
         result,

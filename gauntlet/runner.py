@@ -176,7 +176,7 @@ def judge(
     """
     began = time.monotonic()
     job = {"device": device, "quick": quick, "seed": seed, "stages": stages, "recipe": recipe}
-    limits = limits or Limits(address_space=device == "cpu")
+    limits = limits or (Limits() if device == "cpu" else Limits(output_bytes=4 << 30, address_space=False))
 
     def tell(event: Event) -> None:
         if progress:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from gauntlet.subject import Subject
 
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
@@ -113,6 +115,8 @@ class Context:
         began = time.monotonic()
         try:
             yield
+            if self.subject.device.type == "cuda":
+                torch.cuda.synchronize(self.subject.device)  # what hangs or fails shows here, not later
         finally:
             self.candidate_seconds += time.monotonic() - began
             self.emit({"event": "landed"})

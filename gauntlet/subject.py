@@ -24,9 +24,9 @@ from runtime import functions
 from runtime.code import load_code
 from runtime.executor import Counters, Program
 
-ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Largest tensor of the largest case: what a reference in float64 computes in a fraction of a second."""
-SWEPT = {"cpu": 1 << 16, "cuda": 1 << 22}
+SWEPT = {"cpu": 1 << 16, "cuda": 1 << 18}
 """Largest tensor of the many cases."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
 BASE, BASE_ELEMENTS = 48, 1 << 14
@@ -209,7 +209,8 @@ class Subject:
         sizes.
         """
         if not self._eager:
-            self._eager = self._measured(self.base_dims())
+            first = self._measured(self.base_dims())  # the first run also loads libraries
+            self._eager = min(first, self._measured(self.base_dims()))
         return self._eager * max(1.0, self.elements(dims) / self.elements(self.base_dims()))
 
     def _measured(self, dims: Mapping[str, int]) -> float:

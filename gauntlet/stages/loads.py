@@ -28,8 +28,6 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
             _, saved = subject.forward(values)
             flowing = inputs.cotangents(subject, recipe)
             subject.backward(saved, flowing, recipe.dims, subject.launch.interface.differentiable)
-        if subject.device.type == "cuda":
-            torch.cuda.synchronize(subject.device)
     uncovered = [f"{phase} at {dims}" for phase, dims in _corners(context) if not subject.plans(phase, dims)]
     if uncovered:
         return Failed(f"no plan for {uncovered[0]}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from esper_ir.diagnostics import EsperError
 from gauntlet import arena, inputs
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
@@ -74,7 +75,12 @@ def _fenced(context: Context, recipe: Recipe) -> Outcome:
             with context.launching():
                 saved = subject.forward(values)[1]
         feeds: Sequence[Tensor | None] = [*saved, *flowing] if plan.phase == "backward" else ordered
-        wrong = _plan(context, recipe, plan, feeds)
+        try:
+            wrong = _plan(context, recipe, plan, feeds)
+        except EsperError as error:
+            if recipe.layout != "shifted" or error.code != "E0812":
+                raise
+            wrong = ""  # no kernel for such addresses, and it says so
         if wrong:
             return Failed(f"{plan.phase} plan: {wrong}")
     return Passed()
@@ -86,8 +92,6 @@ def _plan(context: Context, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor |
         run = _set_up(subject, recipe, plan, feeds, 7919 * (turn + 1) + recipe.seed)
         with context.launching():
             run.found = subject.program.run(plan, run.feeds, run.given, subject.dims_tuple(recipe.dims))
-            if subject.device.type == "cuda":
-                torch.cuda.synchronize(subject.device)
         if wrong := _disturbed(plan, run):
             return wrong
         runs.append(run)
