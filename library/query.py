@@ -21,13 +21,13 @@ from library.records import VALIDATED, ArtifactRecord
 
 UNRANKED = 1e12
 _SHOWN = 100
-_FEW = 2000
+_FEW, _MANY, _AT_ONCE = 2000, 8000, 32
 _FACTS = (
     """f.artifact, a.id, a.blueprint, f.latency_ms, f.memory_mb, f.risk, f.conf_level, f.interest, f.shapes"""
 )
 _FITS = """f.rank <= ?2 AND (?3 IS NULL OR f.memory_mb <= ?3) AND f.risk_rank <= ?4
     AND f.tagset IN (SELECT value FROM json_each(?1)) ORDER BY f.rank, f.risk_rank, f.artifact LIMIT ?5"""
-# The same answer by four ways; the one that has to look at the fewest rows is taken.
+# The same answer by several ways; the one that has to look at the fewest rows is taken.
 _WAYS = {
     index: f"SELECT f.artifact FROM facts f INDEXED BY {index} WHERE {_FITS}"
     for index in ("facts_rank", "facts_set", "facts_memory", "facts_risk")
@@ -36,13 +36,21 @@ _WAYS = {
 _WAYS["facts_memory"] = _WAYS["facts_memory"].replace(
     "(?3 IS NULL OR f.memory_mb <= ?3)", "f.memory_mb <= ?3"
 )
-_DETAILS = f"""SELECT f.tagset, {_FACTS} FROM json_each(?1) j JOIN facts f ON f.artifact = j.value
+_FIRST = f"""SELECT f.artifact FROM (SELECT rank, risk_rank, artifact, tagset, memory_mb FROM facts
+    INDEXED BY facts_rank ORDER BY rank, risk_rank, artifact LIMIT ?6) f WHERE {_FITS}"""
+_BESTS = """SELECT j.value, (SELECT f.rank FROM facts f INDEXED BY facts_set WHERE f.tagset = j.value
+    ORDER BY f.rank LIMIT 1) FROM json_each(?1) j"""
+_SOME_SETS = """SELECT f.rank, f.risk_rank, f.artifact FROM json_each(?1) j
+    CROSS JOIN facts f INDEXED BY facts_set WHERE f.tagset = j.value AND f.rank <= ?2
+    AND (?3 IS NULL OR f.memory_mb <= ?3) AND f.risk_rank <= ?4
+    ORDER BY f.rank, f.risk_rank, f.artifact LIMIT ?5"""
+_DETAILS = f"""SELECT f.tagset, {_FACTS} FROM json_each(?1) j CROSS JOIN facts f ON f.artifact = j.value
     JOIN artifacts a ON a.num = f.artifact ORDER BY j.key"""
 _BY_BLUEPRINT = f"""SELECT f.tagset, {_FACTS} FROM artifacts a JOIN facts f ON f.artifact = a.num
     WHERE a.blueprint = ?1"""
 _COUNT_MEMORY = "SELECT count(*) FROM (SELECT 1 FROM facts WHERE memory_mb <= ?1 LIMIT ?2)"
 _COUNT_RISK = "SELECT count(*) FROM (SELECT 1 FROM facts WHERE risk_rank <= ?1 LIMIT ?2)"
-_COUNT_SETS = "SELECT total(t.size) FROM json_each(?1) j JOIN tagsets t ON t.num = j.value"
+_COUNT_SETS = "SELECT total(size) FROM tagsets WHERE num IN (SELECT value FROM json_each(?1))"
 
 
 @dataclass(frozen=True)
@@ -110,13 +118,9 @@ class Finder:
 
     def _of_sets(self, query: KernelQuery) -> list[KernelMatch]:
         wanted = query.limit if query.shape is None else max(500, query.limit)
-        latency = UNRANKED if query.max_latency_ms is None or query.shape else query.max_latency_ms
-        risk = UNRANKED if query.max_risk is None else query.max_risk
         matches: list[KernelMatch] = []
         for group in self._groups(query):
-            sets = json.dumps(group)
-            values = (sets, latency, query.max_memory_mb, risk, wanted)
-            nums = [row[0] for row in self.index.rows(_WAYS[self._way(query, sets)], values)]
+            nums = self._nums(query, group, wanted)
             matches += self._details(query, self.index.rows(_DETAILS, (json.dumps(nums),)))
             if query.shape is None and len(matches) >= query.limit:
                 break
@@ -124,15 +128,45 @@ class Finder:
             matches.sort(key=_best_first)
         return matches[: query.limit]
 
-    def _way(self, query: KernelQuery, sets: str) -> str:
-        """The index with few rows to look at, else the one in rank order, which stops at the limit."""
+    def _nums(self, query: KernelQuery, group: list[int], wanted: int) -> list[int]:
+        """The best `wanted` artifacts of some tag sets, by the way that looks at the fewest rows."""
+        sets = json.dumps(group)
+        latency = UNRANKED if query.max_latency_ms is None or query.shape else query.max_latency_ms
+        risk = UNRANKED if query.max_risk is None else query.max_risk
+        bounds = (latency, query.max_memory_mb, risk, wanted)
         costs = {"facts_set": self._count(_COUNT_SETS, (sets,))}
         if query.max_memory_mb is not None:
-            costs["facts_memory"] = self._count(_COUNT_MEMORY, (query.max_memory_mb, _FEW + 1))
+            costs["facts_memory"] = self._count(_COUNT_MEMORY, (query.max_memory_mb, _MANY + 1))
         if query.max_risk is not None:
-            costs["facts_risk"] = self._count(_COUNT_RISK, (query.max_risk, _FEW + 1))
+            costs["facts_risk"] = self._count(_COUNT_RISK, (query.max_risk, _MANY + 1))
         cost, way = min((cost, way) for way, cost in costs.items())
-        return way if cost <= _FEW else "facts_rank"
+        if cost > _FEW and (way == "facts_set" or cost > _MANY):
+            first = self.index.rows(_FIRST, (sets, *bounds, max(_FEW, 10 * wanted)))
+            if len(first) == wanted:
+                return [row[0] for row in first]
+            if len(group) < len(self._sets):
+                return self._best_sets_first(sets, *bounds)
+            way = "facts_rank"
+        return [row[0] for row in self.index.rows(_WAYS[way], (sets, *bounds))]
+
+    def _best_sets_first(
+        self, sets: str, latency: float, memory: float | None, risk: float, wanted: int
+    ) -> list[int]:
+        """Tags go with rank (the fastest share one): sets are read in the order of their best member.
+
+        Done when the next set's best is worse than all that is wanted.
+        """
+        bests = sorted((best, num) for num, best in self.index.rows(_BESTS, (sets,)) if best is not None)
+        top: list[tuple[Any, ...]] = []
+        for start in range(0, len(bests), _AT_ONCE):
+            chunk = [num for best, num in bests[start : start + _AT_ONCE] if best <= latency]
+            if not chunk:
+                break
+            values = (json.dumps(chunk), latency, memory, risk, wanted)
+            top = sorted(top + self.index.rows(_SOME_SETS, values))[:wanted]
+            if len(top) == wanted:
+                latency = top[-1][0]
+        return [row[2] for row in top]
 
     def _count(self, text: str, values: tuple[Any, ...]) -> float:
         row = self.index.row(text, values)
