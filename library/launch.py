@@ -296,13 +296,8 @@ def _checked(manifest: LaunchManifest) -> LaunchManifest:
 
 def _decode_lazily(data: dict[str, Any], dims: frozenset[str]) -> LaunchManifest:
     plans, kernels = data.get("plans"), data.get("kernels")
-    if (
-        data.keys() != {"interface", "plans", "kernels"}
-        or plans.__class__ is not list
-        or kernels.__class__ is not list
-    ):
+    if len(data) != 3 or not isinstance(plans, list) or not isinstance(kernels, list):
         raise _Wrong(f"LaunchManifest with the keys {sorted(data)}")
-    assert plans is not None and kernels is not None
     made = tuple(_lazy(LazyKernel, raw, dims, f"launch.kernels[{i}]", None) for i, raw in enumerate(kernels))
     names = {k.name for k in made}
 
@@ -317,50 +312,57 @@ class LazyPlan(Plan):
     """A plan whose buffers and steps are decoded, and all of it checked, when they are first read."""
 
     def __getattr__(self, name: str) -> Any:
-        return _rest(self, Plan, ("buffers", "steps"), name)
+        return _rest(self, Plan, name)
 
 
 class LazyKernel(Kernel):
-    """A kernel whose parameter table is decoded when it is first read."""
+    """A kernel of which only what loading needs is decoded before it is launched."""
 
     def __getattr__(self, name: str) -> Any:
-        return _rest(self, Kernel, ("params",), name)
+        return _rest(self, Kernel, name)
 
 
-_LAZY = {LazyPlan: ("buffers", "steps"), LazyKernel: ("params",)}
+_EARLY = {
+    LazyPlan: (Plan, ("phase", "bucket", "wanted", "outputs", "saved", "gradients")),
+    LazyKernel: (Kernel, ("name", "blob", "entry", "shared")),
+}
+
+
+@cache
+def _early(kind: Any) -> tuple[frozenset[str], list[tuple[str, _Decode]]]:
+    record, names = _EARLY[kind]
+    hints = get_type_hints(record)
+    return frozenset(hints), [(name, _decoder(hints[name])) for name in names]
 
 
 def _lazy(kind: Any, raw: Any, dims: frozenset[str], where: str, check: Any) -> Any:
-    """The record without its lazy fields."""
-    late = _LAZY[kind]
-    if raw.__class__ is not dict or not all(raw.get(name).__class__ is list for name in late):
-        raise _Wrong(f"{where} is no {kind.__mro__[1].__name__}")
-    out = object.__new__(kind)
+    """The record with its early fields."""
+    keys, parts = _early(kind)
+    if raw.__class__ is not dict or raw.keys() != keys:
+        raise _bad(where, f"not the fields of a {_EARLY[kind][0].__name__}")
+    out, name = object.__new__(kind), ""
     values = out.__dict__
     try:
-        values.update(_record(kind.__mro__[1])({**raw, **{name: [] for name in late}}, dims).__dict__)
+        for name, part in parts:
+            values[name] = part(raw[name], dims)
     except _Wrong as wrong:
-        wrong.path.append(where.removeprefix("launch"))
-        raise
-    for name in late:
-        del values[name]
+        raise _bad(f"{where}.{name}" + "".join(reversed(wrong.path)), wrong.what) from None
     values["_raw"] = (raw, dims, where, check)
     return out
 
 
-def _rest(record: Any, kind: Any, late: tuple[str, ...], name: str) -> Any:
-    """Decode the whole record strictly and keep its lazy fields; the one asked for."""
-    if name not in late:
+def _rest(record: Any, kind: Any, name: str) -> Any:
+    """Decode the whole record strictly and keep all its fields; the one asked for."""
+    raw, dims, where, check = record.__dict__.get("_raw", (None,) * 4)
+    if raw is None or name not in raw:
         raise AttributeError(name)
-    raw, dims, where, check = record.__dict__["_raw"]
     try:
         whole = _record(kind)(raw, dims)
     except _Wrong as wrong:
         raise _bad(where + "".join(reversed(wrong.path)), wrong.what) from None
     if check is not None:
         check(whole, where)
-    for field in late:
-        record.__dict__[field] = getattr(whole, field)
+    record.__dict__.update(whole.__dict__)
     return record.__dict__[name]
 
 
