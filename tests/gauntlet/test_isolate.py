@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gauntlet import isolate
+from gauntlet import isolate, quarantine
 from gauntlet.isolate import ForkServer, Limits
 
 STANDINS = "tests.gauntlet.standins:"
@@ -133,3 +133,8 @@ def test_workers_die_with_their_supervisor() -> None:
 def test_the_supervisor_imports_no_torch() -> None:
     check = "import sys, gauntlet.isolate, gauntlet.report, gauntlet.cases; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_a_device_that_computes_is_alive(server: ForkServer) -> None:
+    """The probe reads the job that the supervisor sends (a card's absence is the only thing not tried here)."""
+    assert quarantine.alive("cpu", server) == ""
