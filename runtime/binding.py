@@ -20,7 +20,7 @@ from runtime.eager import twin_of
 from runtime.errors import fail
 from runtime.executor import Counters, Program, Ready
 from runtime.functions import PLAIN, State, lookup
-from runtime.loader import Entry, load_entry, mark_faulty
+from runtime.loader import Entry, load_entry, mark_faulty, tags_of
 from runtime.operators import enrol, mask_of
 
 log = logging.getLogger("esper.runtime")
@@ -282,7 +282,7 @@ class Block(nn.Module):
             "counters": self._counts(),
             "verdict": verdict.__dict__.copy() if verdict is not None else None,
             "mismatches": list(entry.notes),
-            "tags": [],
+            "tags": tags_of(self._name, self._handle.options["library"]),
             "plan_digest": self.plan_digest(),
         }
 

@@ -148,20 +148,27 @@ def encode(segment: Segment, driver: Driver | None) -> bytes:
     kind = CPU if driver is None else CUDA
     launch = 0 if driver is None else driver.address("cuLaunchKernel")
     clear = 0 if driver is None else driver.address("cuMemsetD8Async")
-    counts = (segment.slots, len(segment.places), len(segment.zeros), len(segment.launches))
-    words = array("q", [kind, launch, clear, *counts])
-    words.extend(1 if slot in segment.nullable else 0 for slot in range(segment.slots))
+    words = [
+        kind,
+        launch,
+        clear,
+        segment.slots,
+        len(segment.places),
+        len(segment.zeros),
+        len(segment.launches),
+    ]
+    words += [1 if slot in segment.nullable else 0 for slot in range(segment.slots)]
     for place in segment.places:
-        words.extend(place)
+        words += place
     for zero in segment.zeros:
-        words.extend(zero)
+        words += zero
     for step in segment.launches:
-        words.extend((*step.grid, len(step.args), len(step.choices)))
+        words += (*step.grid, len(step.args), len(step.choices))
         for is_buffer, value in step.args:
-            words.extend((int(is_buffer), value))
+            words += (1 if is_buffer else 0, value)
         for c in step.choices:
-            words.extend((c.function, c.threads, c.shared, c.scratch, len(c.aligned), *c.aligned))
-    return words.tobytes()
+            words += (c.function, c.threads, c.shared, c.scratch, len(c.aligned), *c.aligned)
+    return array("q", words).tobytes()
 
 
 class _Block:

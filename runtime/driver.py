@@ -55,6 +55,7 @@ class Driver:
                 hint="install the NVIDIA driver, or load a cpu artifact",
             ) from error
         self._call: dict[str, Callable[..., int]] = {}
+        self._addresses: dict[str, int] = {}
         for name, kinds in _SIGNATURES.items():
             self._bind(name, kinds)
         self._contexts: dict[int, int] = {}
@@ -81,7 +82,9 @@ class Driver:
 
     def address(self, name: str) -> int:
         """Address of a driver function, for the native dispatcher."""
-        return ctypes.cast(self._lib[name], ctypes.c_void_p).value or 0
+        if name not in self._addresses:
+            self._addresses[name] = ctypes.cast(self._lib[name], ctypes.c_void_p).value or 0
+        return self._addresses[name]
 
     def error_name(self, code: int) -> str:
         """CUDA_ERROR_... of a CUresult."""

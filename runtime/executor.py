@@ -334,7 +334,7 @@ class Program:
         backward plan do not tell.
         """
         given = tuple(sorted(buffers)) if buffers else ()
-        with self.current():
+        with torch.no_grad(), self.current():
             feeds = self._feeds(plan, tensors, dims)
             values = feeds.pop()
             key = (id(plan), values, given)

@@ -171,6 +171,8 @@ class _Placer:
     def _pack(self, numbers: Sequence[int]) -> None:
         """Temporaries share one allocation; two whose lives do not overlap may share bytes. Zeroed ones
         lie first."""
+        if not numbers:
+            return
         offsets, life = {}, _lives(self.plan)
         for number in sorted(numbers, key=lambda n: self.plan.buffers[n].source != "zeroed"):
             zeroed = self.plan.buffers[number].source == "zeroed"
@@ -264,9 +266,10 @@ def _step(
 
 def _fits(variant: Variant, dims: Mapping[str, int]) -> bool:
     guard = variant.guard
-    return all(evaluate(s, dims) % d == 0 for s, d in guard.divisible) and all(
-        evaluate(s, dims) <= bound for s, bound in guard.at_most
-    )
+    for size, divisor in guard.divisible:
+        if evaluate(size, dims) % divisor:
+            return False
+    return not guard.at_most or all(evaluate(size, dims) <= bound for size, bound in guard.at_most)
 
 
 def _choice(variant: Variant, functions: Functions) -> Choice:

@@ -106,6 +106,15 @@ def open_library(where: Library | Path | str | None = None) -> Library:
         return _libraries[key]
 
 
+def tags_of(artifact_id: str, library: Library | Path | str | None) -> list[str]:
+    """Tags of the newest annotation that a validator signed; none without one."""
+    try:
+        return list(open_library(library).annotation(artifact_id).get("generated_tags", []))
+    except EsperError as error:
+        log.warning("%s: no tags: %s", artifact_id, error.message)
+        return []
+
+
 def cache_info() -> CacheInfo:
     """Hits, misses, evictions and bytes of the process's cache."""
     return _cache.info()

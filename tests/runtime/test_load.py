@@ -56,6 +56,14 @@ def test_a_block_trains(put: Put) -> None:
     assert counters["copies"] == 1  # the cotangent of a sum has stride 0
 
 
+def test_tags_come_from_the_signed_annotation(put: Put) -> None:
+    block = runtime.load(put())
+    assert block.report()["tags"] == []
+    with Library.open() as library:
+        library.annotate(block.artifact_id, {"generated_tags": ["high_speed"]})
+    assert block.report()["tags"] == ["high_speed"]
+
+
 def test_unvalidated_is_refused_then_warned_about(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     name = put(validated=False)
     error = refusal("E0740", runtime.load, name)
