@@ -94,8 +94,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Movement:
-    """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`), permute (`dims`), slice (`dim`,
-    `start`, `step`) or flip (`dim`).
+    """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`), permute (`dims`), slice
+    (`dim`, `start`, `step`) or flip (`dim`).
     """
 
     kind: str
@@ -124,7 +124,7 @@ class Creation:
 
 @dataclass(frozen=True)
 class Opaque:
-    """Only a template of this name, or the extern step of this name, can lower it. All operands are tensors."""
+    """Only a template, or the extern step, of this name can lower it. All operands are tensors."""
 
     template: str
 
@@ -170,8 +170,8 @@ class OpDef:
     `reference(inputs, attrs)` is given torch tensors (or numbers) and returns a tuple of tensors: it is the
     torch call of that name, resolved when used, so that this package works without torch. `arity` is (least,
     most) operands; `cost(input types, output types, attrs)` is floating-point operations as a Dim. `resolve`
-    completes attributes once operand types are known (axes counted from the front, -1 in shapes replaced). `indices`:
-    operands whose values are positions, and the size of what they point into.
+    completes attributes once operand types are known (axes counted from the front, -1 in shapes replaced).
+    `indices`: operands whose values are positions, and the size of what they point into.
     """
 
     name: str

@@ -252,7 +252,8 @@ DRAWS: Mapping[str, Draw] = {
 
 
 def draw(
-    name: str, kind: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Dim | None = None
+    name: str, kind: TensorType, sizes: Mapping[str, int], generator: torch.Generator,
+    below: Dim | None = None,
 ) -> Tensor:  # fmt: skip
     """A dense tensor of the type, on the generator's device. Integers are -4..4 (0..4 unsigned) whatever the
     name; from 0 to `below` - 1 where they are positions.

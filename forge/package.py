@@ -79,8 +79,8 @@ def externs_of(lowerings: tuple[PhaseLowering, ...]) -> list[str]:
 
 
 def determinism(calls: Sequence[str], target: Target) -> str:
-    """Kernels of ours add in a fixed order everywhere; some library calls do not on a card."""
-    loose = target.kind != "cpu" and bool(NONDETERMINISTIC & set(calls))
+    """Kernels of ours add in a fixed order everywhere; some library calls do not."""
+    loose = NONDETERMINISTIC["cpu" if target.kind == "cpu" else "cuda"] & set(calls)
     return "library-nondeterministic" if loose else "deterministic"
 
 

@@ -14,6 +14,7 @@ from forge.analysis import analyse
 from forge.lower import PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
+from forge.passes.convolution import bias_inside
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.reductions import straighten
 from forge.templates.choice import tuned_sizes
@@ -37,6 +38,12 @@ class Pipeline:
 def check(work: Work) -> Work:
     """Verify the text; every error at once."""
     graph = typed(work.blueprint)
+    for name, kind in graph.types.items():
+        if kind.dtype not in work.target.dtypes:
+            known = ", ".join(d.value for d in work.target.dtypes)
+            raise EsperError(
+                "E0537", f"{work.target.name} has no {kind.dtype.value}", node=name, hint=f"one of: {known}"
+            )
     findings = (*verify(work.blueprint), *analyse(work.blueprint, graph))
     return replace(work, graph=graph, findings=findings)
 
@@ -111,6 +118,8 @@ def _phases(work: Work) -> list[tuple[Phase, str]]:
 
 def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: int) -> PhaseLowering:
     assert work.graph is not None
+    if work.target.kind == "cpu":
+        phase = replace(phase, graph=bias_inside(phase.graph))
     interface = interface_of(work.blueprint, work.graph.types, ())
     sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
     bounds = tuple(bucket.values())

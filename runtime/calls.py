@@ -24,7 +24,7 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
 
 @dataclass(frozen=True)
 class Extern:
-    """`arity` inputs (0: one or more); `attrs` it understands; `flag`: the TF32 flag that changes its
+    """`arity` inputs, up to `most`; `attrs` it understands; `flag`: the TF32 flag that changes its
     meaning, "matmul", "cudnn" or empty.
     """
 
@@ -32,6 +32,7 @@ class Extern:
     attrs: frozenset[str]
     prepare: Callable[[Attrs], Run]
     flag: str = ""
+    most: int = 0
 
 
 def plain(run: Run) -> Run:
@@ -71,8 +72,9 @@ def _conv(attrs: Attrs) -> Run:
     stride, padding, dilation, groups = _geometry(attrs)
 
     def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        x, w = (_first(t, attrs) for t in inputs)
-        out = aten.convolution(x, w, None, stride, padding, dilation, False, [0, 0], groups)
+        x, w = (_first(t, attrs) for t in inputs[:2])
+        bias = inputs[2] if len(inputs) > 2 else None
+        out = aten.convolution(x, w, bias, stride, padding, dilation, False, [0, 0], groups)
         return (_last(out, attrs),)
 
     return plain(run)
@@ -312,7 +314,7 @@ _POOL = frozenset({"kernel", "stride", "padding", "data_format"})
 _ATTENTION = frozenset({"is_causal", "scale"})
 
 CALLS: Mapping[str, Extern] = {
-    "conv2d": Extern(2, _CONV, _conv, "cudnn"),
+    "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3),
     "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
     "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
     "attention": Extern(3, _ATTENTION, lambda a: plain(_Attention(a).forward)),
@@ -323,11 +325,16 @@ CALLS: Mapping[str, Extern] = {
     "avg_pool2d_grad": Extern(1, _POOL | {"count_include_pad"}, _avg_pool_gradient),
     "embedding": Extern(2, frozenset(), _lookup),
     "embedding_grad": Extern(2, frozenset(), _lookup_gradient),
-    "cat": Extern(0, frozenset({"dim"}), _cat),
+    "cat": Extern(1, frozenset({"dim"}), _cat, most=64),
     "pad": Extern(1, frozenset({"before", "after", "value"}), _pad),
     "cumsum": Extern(1, frozenset({"dim"}), _cumsum),
 }
 """By name; `runtime.externs.TABLE` holds them beside the products."""
 
-NONDETERMINISTIC = frozenset({"attention_grad", "max_pool2d_grad"})
-"""Calls that may add in another order from run to run on a card (atomic sums)."""
+NONDETERMINISTIC: Mapping[str, frozenset[str]] = {
+    "cuda": frozenset({"attention_grad", "max_pool2d_grad", "conv2d_input_grad", "conv2d_weight_grad"}),
+    "cpu": frozenset({"conv2d_weight_grad"}),
+}
+"""Calls, by kind of target, whose bits may change from run to run: atomic sums on a card, on the CPU
+sums that are split by the number of threads.
+"""

@@ -126,7 +126,7 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
     if record is None:
         raise _bad(op, f"unknown extern {op!r}; this version knows {', '.join(TABLE)}")
     unknown = sorted(set(attrs) - record.attrs)
-    if unknown or (inputs != record.arity and (record.arity or not inputs)):
+    if unknown or not record.arity <= inputs <= max(record.arity, record.most):
         raise _bad(
             op,
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",

@@ -29,7 +29,6 @@ from esper_ir.opdef import (
 )
 from esper_ir.ops.gradients import to, unbroadcast, up, val
 from esper_ir.ops.movement import divide
-from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, broadcast, same, tensor
 from esper_ir.types import Dim, DType, TensorType
 
@@ -79,7 +78,7 @@ def _infer_whole(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         if broadcast([mask.shape, scores]) != scores:
             raise EsperError("E0204", f"{mask} does not broadcast to the scores", hint="[.., queries, keys]")
         if mask.dtype not in (DType.bool, q.dtype):
-            raise EsperError("E0205", f"{mask} is no mask of {q.dtype.value}", hint="bool, or the dtype of queries")
+            raise EsperError("E0205", f"{mask} is no mask of {q.dtype.value}", hint="bool, or that dtype")
     return (TensorType(q.dtype, (*q.shape[:3], v.shape[3])),)
 
 
@@ -150,7 +149,7 @@ def _vjp(
 ) -> Cotangents:
     g, lse = cotangents
     if lse is not None:
-        raise EsperError("E0401", "the logarithm of the sum of attention has no gradient", hint="use logsumexp")
+        raise EsperError("E0401", "the logarithm of the sum has no gradient", hint="use logsumexp")
     if g is None:
         return [None] * 3
     made = emit.many("attention_grad", g, *inputs, *outputs, **attrs)
@@ -161,7 +160,8 @@ def _infer_gradient(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     g, q, k, v, out, lse = (tensor(o, i) for i, o in enumerate(operands))
     made, sums = _infer((q, k, v), attrs)
     if (g, out) != (made, made) or lse != sums:
-        raise EsperError("E0204", f"{g}, {out}, {lse} are not of this attention", hint=f"{made}, {made}, {sums}")
+        hint = f"{made}, {made}, {sums}"
+        raise EsperError("E0204", f"{g}, {out}, {lse} are not of this attention", hint=hint)
     return q, k, v
 
 
@@ -197,7 +197,7 @@ def _infer_rope(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     wanted = (*x.shape[:-1], half)
     for part in (cos, sin):
         if not part.rank or part.shape[-1] != half or broadcast([part.shape, wanted]) != wanted:
-            raise EsperError("E0204", f"{part} is no table for {x}", hint="[length, width / 2], broadcast to the left")
+            raise EsperError("E0204", f"{part} is no table for {x}", hint="[length, width / 2]")
     return (x,)
 
 
@@ -270,7 +270,7 @@ def _backward_samples() -> tuple[Sample, ...]:
 
 
 QKV = ((2, 3, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8))
-LOOSE = Tolerance(4.0, "softmax weights are rounded to the operands' type before the second product in some kernels")
+LOOSE = Tolerance(4.0, "some kernels round softmax weights to the operands' type before the second product")
 
 OPS = (
     OpDef(
@@ -288,8 +288,9 @@ OPS = (
         doc="torch.nn.functional.scaled_dot_product_attention(q, k, v, mask); fewer key heads are repeated",
     ),
     OpDef(
-        name="attention", infer=_infer, reference=_reference_primitive, vjp=_vjp, lowering=Opaque("attention"),
-        arity=(3, 3), params=(CAUSAL, SCALE), resolve=_resolve, cost=_cost(2), tolerance=LOOSE,
+        name="attention", infer=_infer, reference=_reference_primitive, vjp=_vjp,
+        lowering=Opaque("attention"), arity=(3, 3), params=(CAUSAL, SCALE), resolve=_resolve, cost=_cost(2),
+        tolerance=LOOSE,
         samples=_samples(("float32", QKV, {}), ("float32", ((1, 2, 5, 8),) * 3, {"is_causal": True}),
                          ("float64", QKV, {"scale": 0.3})),
         doc="attention without a mask, and the logarithm of the sum of exponentials of the scores",

@@ -1,6 +1,7 @@
 """Batch normalisation: over every axis but the channels. A composite, float32 inside.
 
-Training uses the statistics of the batch alone; running statistics are operands of the evaluation form and never change.
+Training uses the statistics of the batch alone; running statistics are operands of the evaluation form and
+never change.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val
 def _vjp(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """With h = g weight: rstd (h - mean(h) - x_hat mean(h x_hat)) in training, rstd h with given statistics."""
+    """With h = g weight: rstd (h - mean(h) - x_hat mean(h x_hat)) in training, else rstd h."""
     found: list[Val | None] = [None] * len(inputs)
     if cotangents[0] is None:
         return found
@@ -179,9 +180,9 @@ OPS = (
         name="batch_norm", infer=_infer, reference=_reference, vjp=_vjp, lowering=Composite(_expand),
         samples=_samples(), arity=(1, 5), cost=lambda i, o, a: o[0].numel * 8,
         params=(
-            Attr("training", "bool", True, doc="statistics of the batch; otherwise mean and variance are operands"),
+            Attr("training", "bool", True, doc="statistics of the batch; else they are operands"),
             FORMAT, Attr("eps", "float", 1e-5),
         ),
-        doc="torch.nn.functional.batch_norm without running statistics: (x, weight, bias), or (x, mean, variance, ..)",
+        doc="torch.nn.functional.batch_norm: (x, weight, bias), or (x, mean, variance, weight, bias)",
     ),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Convolution in two dimensions, in either memory order, and its gradients. Accumulation is float32.
 
-`data_format` NHWC: the operand is [n, h, w, c] and the weight [out, kh, kw, in / groups], both dense, which is what
-torch calls channels-last. 1x1 in NHWC is a matrix product.
+`data_format` NHWC: the operand is [n, h, w, c] and the weight [out, kh, kw, in / groups], both dense, which
+is what torch calls channels-last. 1x1 in NHWC is a matrix product.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _resolve(operands: Types, attrs: Attrs) -> dict[str, Any]:
 def _images(x: TensorType, other: TensorType) -> None:
     accept([x, other], "float")
     if x.rank != 4 or other.rank != 4:
-        raise EsperError("E0204", f"{x} and {other} are not both of rank 4", hint="a batch of images, and a weight")
+        raise EsperError("E0204", f"{x} and {other} are not both of rank 4", hint="images and a weight")
     if x.dtype is not other.dtype:
         raise EsperError("E0205", f"{x} and {other} differ in dtype", hint="add a cast")
 
@@ -103,7 +103,7 @@ def _out(x: TensorType, w: TensorType, attrs: Attrs) -> TensorType:
     groups = attrs["groups"]
     same(part * groups, c, "channels of the weight times groups are those of the operand", w.shape, x.shape)
     if out.static is None or out.static % groups:
-        raise EsperError("E0206", f"cannot prove that {groups} groups divide the {out} channels of the result")
+        raise EsperError("E0206", f"cannot prove that {groups} groups divide {out} channels of the result")
     sizes = (_length(height, kh, 0, attrs), _length(width, kw, 1, attrs))
     if any(s.static is not None and s.static < 1 for s in sizes):
         raise EsperError("E0204", f"the window of {w} does not fit into {x}")
@@ -172,11 +172,15 @@ def _vjp(
 ) -> Cotangents:
     g, x, w = cotangents[0], val(inputs[0]), val(inputs[1])
     if g is None:
-        return [None, None]
-    return [
+        return [None] * len(inputs)
+    found = [
         emit("conv2d_input_grad", g, w, size=x.type.shape, **attrs) if wanted[0] else None,
         emit("conv2d_weight_grad", g, x, size=w.type.shape, **attrs) if wanted[1] else None,
     ]
+    if len(inputs) > 2:
+        dims = (0, 1, 2) if attrs["data_format"] == "NHWC" else (0, 2, 3)
+        found.append(emit("sum", g, dims=dims) if wanted[2] else None)
+    return found
 
 
 def _vjp_input(
@@ -236,7 +240,7 @@ def _reference_gradient(which: int) -> Any:
 
 
 def _flops(weight: int) -> Any:
-    """Two per element of the larger image and tap of the window; `weight`: where the weight's shape comes from."""
+    """Two per element of the smaller image, tap and channel; `weight`: which operand is the weight."""
 
     def cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
         taps = outputs[0] if weight < 0 else tensor(operands[1], 1)
@@ -289,8 +293,8 @@ OPS = (
     ),
     OpDef(
         name="convolution", infer=_infer, reference=_reference, vjp=_vjp, lowering=Opaque("conv2d"),
-        samples=_samples(0, 1), arity=(2, 2), params=PARAMS, resolve=_resolve, cost=_flops(1),
-        doc="torch.nn.functional.conv2d(x, weight), as a primitive",
+        samples=(*_samples(0, 1), *_biased()), arity=(2, 3), params=PARAMS, resolve=_resolve, cost=_flops(1),
+        doc="torch.nn.functional.conv2d(x, weight, bias), as a primitive",
     ),
     OpDef(
         name="conv2d_input_grad", infer=_infer_input, reference=_reference_gradient(0), vjp=_vjp_input,

@@ -1,4 +1,4 @@
-"""Cross entropy of class indices: float32 inside, one pass per row, nothing of the size of the logits but the gradient."""
+"""Cross entropy of class indices: float32 inside, nothing of the size of the logits but their gradient."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     if not x.rank:
         raise EsperError("E0204", f"{x} has no classes", hint="logits are [classes] or [batch, classes, ...]")
     if t.dtype not in (DType.int64, DType.int32):
-        raise EsperError("E0205", f"{t} are no class indices", hint="int64 or int32; probabilities are not supported")
+        raise EsperError("E0205", f"{t} are no class indices", hint="int64 or int32, no probabilities")
     rest = tuple(d for i, d in enumerate(x.shape) if i != _classes(x))
     if t.rank != len(rest):
-        raise EsperError("E0204", f"{t} does not go with {x}", hint="one index per position without the classes")
+        raise EsperError("E0204", f"{t} does not go with {x}", hint="one index per position")
     for a, b in zip(t.shape, rest, strict=True):
         same(a, b, "one index per position without the classes", t.shape, x.shape)
     if len(operands) > 2:
         w = tensor(operands[2], 2)
         if w.rank != 1 or w.dtype is not x.dtype:
-            raise EsperError("E0204", f"{w} is not a weight per class of {x}", hint="[classes] in the same dtype")
+            raise EsperError("E0204", f"{w} is no weight per class of {x}", hint="[classes], in its dtype")
         same(w.shape[0], x.shape[_classes(x)], "one weight per class", w.shape, x.shape)
     if not 0.0 <= attrs["label_smoothing"] <= 1.0:
         raise EsperError("E0203", f"label_smoothing is {attrs['label_smoothing']}", hint="from 0 to 1")
@@ -60,8 +60,8 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Classes last. Per row [..., 1]: `top` and `total` of the exponentials, `valid`; `hit` marks the target's column.
-    `weight`: of the target's class per row, with `weights` [classes].
+    """Classes last. Per row [..., 1]: `top` and `total` of the exponentials, `valid`; `hit` marks the
+    target's column. `weight`: of the target's class per row, with `weights` [classes].
     """
 
     x: Val
@@ -97,7 +97,7 @@ def _pieces(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> _Pieces:
 
 
 def _rows(emit: Emit, p: _Pieces, attrs: Attrs) -> Val:
-    """log(sum exp(x - top)) - (x_target - top), weighted, and its mean over all classes for the smoothed share."""
+    """log(sum exp(x - top)) - (x_target - top), weighted; over all classes for the smoothed share."""
     smooth, log_total = attrs["label_smoothing"], emit("log", p.total)
     picked = _along(emit, "sum", emit("where", p.hit, p.x, 0.0))
     loss = emit("sub", log_total, emit("sub", picked, p.top))
@@ -131,7 +131,7 @@ def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val
 def _vjp(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """scale (softmax sum(q) - q), q the target distribution: (1 - s) w_t at the target plus s w / classes everywhere."""
+    """scale (softmax sum(q) - q), with q = (1 - s) w_t at the target plus s w / classes everywhere."""
     found: list[Val | None] = [None] * len(inputs)
     g = cotangents[0]
     if g is None or not wanted[0]:
@@ -159,7 +159,7 @@ def _vjp(
 def _smoothed(emit: Emit, p: _Pieces, share: Val, smooth: float) -> Val:
     size = p.x.type.shape[-1].static
     if size is None:
-        raise EsperError("E0206", "label smoothing needs a known number of classes", hint="make the axis static")
+        raise EsperError("E0206", "label smoothing needs a known number of classes")
     sharp: Operand = 1.0 - smooth if p.weight is None else emit("mul", p.weight, 1.0 - smooth)
     even: Operand = smooth / size if p.weights is None else emit("mul", p.weights, smooth / size)
     spread: Operand = smooth if p.weights is None else emit("sum", even, keepdim=True)

@@ -174,8 +174,8 @@ def _scan(name: str, lowering: Any, vjp: Any, dtypes: Sequence[str]) -> OpDef:
 def _embedding_samples() -> tuple[Sample, ...]:
     return tuple(
         Sample((TensorType.of(i, s), TensorType.of(d, (9, 5))), {}, 0.0, 2.0)
-        for i, d, s in (("int64", "float32", (4,)), ("int64", "bfloat16", (2, 3)), ("int32", "float32", (2, 3)),
-                        ("int64", "float64", ()))
+        for i, d, s in (("int64", "float32", (4,)), ("int64", "bfloat16", (2, 3)),
+                        ("int32", "float32", (2, 3)), ("int64", "float64", ()))
     )  # fmt: skip
 
 

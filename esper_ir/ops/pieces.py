@@ -71,7 +71,7 @@ def _resolve_slice(operands: Types, attrs: Attrs) -> dict[str, Any]:
     for part, name in ((start, "start"), (end - start, "end - start"), (size - end, "size - end")):
         low = part.bounds({})[0]
         if low is None or low < 0:
-            raise EsperError("E0206", f"cannot prove that {name} = {part} is not negative for axis {at} of {x}")
+            raise EsperError("E0206", f"cannot prove that {name} = {part} >= 0 for axis {at} of {x}")
     if attrs["step"] < 1:
         raise EsperError("E0203", f"step is {attrs['step']}", hint="steps are positive; see reverse")
     return {**attrs, "dim": at, "start": start, "end": end}
@@ -245,7 +245,8 @@ def _chunked(x: TensorType, attrs: Attrs) -> list[tuple[Dim, Dim]]:
 
 
 def _sliced(
-    name: str, parts: Parts, params: tuple[Attr, ...], reference: Any, cases: Sequence[Attrs], drop: bool = False
+    name: str, parts: Parts, params: tuple[Attr, ...], reference: Any, cases: Sequence[Attrs],
+    drop: bool = False,
 ) -> OpDef:  # fmt: skip
     """An operator that cuts one axis; `drop` removes it."""
 
@@ -326,8 +327,8 @@ OPS = (
     OpDef(
         name="stack", infer=_infer_stack, reference=lambda i, a: (torch.stack(list(i), a["dim"]),),
         vjp=ByExpansion(), lowering=Composite(_expand_stack), arity=(1, 64), cost=_no_cost,
-        resolve=_resolve_stack, samples=(_samples((4, 6), (4, 6)), _samples((3,), (3,), dim=-1)), params=(DIM,),
-        doc="torch.stack",
+        resolve=_resolve_stack, samples=(_samples((4, 6), (4, 6)), _samples((3,), (3,), dim=-1)),
+        params=(DIM,), doc="torch.stack",
     ),
     OpDef(
         name="pad", infer=_infer_pad, reference=_pad_reference, vjp=_vjp_pad, lowering=Opaque("pad"),

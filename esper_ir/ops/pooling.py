@@ -33,8 +33,8 @@ from esper_ir.types import Dim, DType, TensorType
 
 Types = Sequence[TensorType | Number]
 WINDOW = (
-    Attr("kernel", "ints"), Attr("stride", "ints", None, doc="null: the kernel"), Attr("padding", "ints", (0, 0)),
-    FORMAT,
+    Attr("kernel", "ints"), Attr("stride", "ints", None, doc="null: the kernel"),
+    Attr("padding", "ints", (0, 0)), FORMAT,
 )  # fmt: skip
 COUNT = Attr("count_include_pad", "bool", True, doc="divide by the whole window at the border too")
 
@@ -66,7 +66,7 @@ def _pooled(x: TensorType, attrs: Attrs) -> TensorType:
         if made.static is not None and made.static < 1:
             raise EsperError("E0204", f"the window {attrs['kernel']} does not fit into {x}")
         out.append(made)
-    return TensorType(x.dtype, ordered(n, c, *out, attrs))
+    return TensorType(x.dtype, ordered(n, c, out[0], out[1], attrs))
 
 
 def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
@@ -174,7 +174,8 @@ def _infer_adaptive(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     x = _image(operands[0])
     _adaptive_window(x, attrs)
     n, c, _, _ = spatial(x.shape, attrs)
-    return (TensorType(x.dtype, ordered(n, c, *(Dim.of(s) for s in attrs["output_size"]), attrs)),)
+    height, width = (Dim.of(s) for s in attrs["output_size"])
+    return (TensorType(x.dtype, ordered(n, c, height, width, attrs)),)
 
 
 def _expand_adaptive(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
@@ -242,9 +243,9 @@ OPS = (
         resolve=_resolve, cost=_cost, doc="gradient of max_pool2d from (cotangent, operand, positions)",
     ),
     OpDef(
-        name="avg_pool2d", infer=_infer, reference=_avg_reference, vjp=_vjp_avg, lowering=Opaque("avg_pool2d"),
-        samples=(*_samples(), *_samples(extra={"count_include_pad": False})), arity=(1, 1),
-        params=(*WINDOW, COUNT), resolve=_resolve, cost=_cost, doc="torch.nn.functional.avg_pool2d",
+        name="avg_pool2d", infer=_infer, reference=_avg_reference, vjp=_vjp_avg,
+        lowering=Opaque("avg_pool2d"), arity=(1, 1),
+        samples=(*_samples(), *_samples(extra={"count_include_pad": False})), params=(*WINDOW, COUNT), resolve=_resolve, cost=_cost, doc="torch.nn.functional.avg_pool2d",
     ),
     OpDef(
         name="avg_pool2d_grad", infer=_infer_avg_gradient, reference=_avg_gradient_reference,

@@ -1,4 +1,4 @@
-"""Every example with an extern step or an index, small: plans, C and library calls against float64 and eager."""
+"""Examples with library calls or positions, small: plans, C and calls against float64 and eager."""
 
 from __future__ import annotations
 

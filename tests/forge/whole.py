@@ -32,6 +32,8 @@ Sizes = Mapping[str, int]
 class Machine:
     """Executes plans of one work. Fresh memory holds NaN (or 1): what no kernel writes shows."""
 
+    every_mask = True
+
     def __init__(self, work: Work, backend: str = "plans") -> None:
         self.work = work
         self.kernels = {s.plan.name: s.plan for s in work.kernels.by_key.values()}
@@ -145,7 +147,9 @@ def ours(work: Work, machine: Machine, values: Tensors, cotangents: Tensors, dim
         assert torch.equal(memory[number].nan_to_num(7.0), out[name].nan_to_num(7.0)), f"{name} differs when saving"
     saved = {n: memory[i] for n, i in zip(forward.phase.saved, forward.plan.saved, strict=True)}
     given = saved | {f"grad:{n}": c for n, c in cotangents.items()}
-    for low in (x for x in work.lowerings if x.phase.name == "backward" and inside(x.plan.bucket, dims)):
+    masks = [x for x in work.lowerings if x.phase.name == "backward" and inside(x.plan.bucket, dims)]
+    masks.sort(key=lambda x: len(x.phase.wanted))
+    for low in masks if machine.every_mask else masks[-1:]:
         memory = machine.run(low.plan, given, dims)
         for name, number in zip(low.plan.wanted, low.plan.gradients, strict=True):
             before = out.setdefault(f"grad:{name}", memory[number])
