@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from esper_ir.diagnostics import EsperError
 from esper_ir.scalar import Arg, Cast, Const, Expr
 from esper_ir.types import DType
 
@@ -15,7 +16,8 @@ COMMON: dict[str, str] = {
     "neg": "(-{0})", "abs": "tl.abs({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})",
     "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
-    "ge": "({0} >= {1})", "and": "({0} & {1})", "or": "({0} | {1})", "xor": "({0} ^ {1})", "not": "({0} == 0)",
+    "ge": "({0} >= {1})", "and": "(({0} != 0) & ({1} != 0))", "or": "(({0} != 0) | ({1} != 0))", "xor": "(({0} != 0) ^ ({1} != 0))",
+    "not": "({0} == 0)",
     "isnan": "({0} != {0})", "where": "tl.where({0}, {1}, {2})", "sign": "_sign({0})",
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
@@ -59,6 +61,11 @@ def _sigmoid(x):
 @triton.jit
 def _div(x, y):
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _div_of_number(x, y):
+    return tl.div_rn(x, y) if y.dtype == tl.float32 else x / y
 
 
 @triton.jit
@@ -137,7 +144,11 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> st
         return f"tl.full({alone}, {_constant(expr.value)}, {_number_type(expr)})" if alone else _constant(expr.value)
     if isinstance(expr, Cast):
         return rounded(spell(expr.arg, args, interpreted, alone), expr.dtype)
+    if expr.name == "div" and isinstance(expr.args[0], Const) and not alone:
+        return "_div_of_number({}, {})".format(*(spell(a, args, interpreted) for a in expr.args))
     table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE
+    if expr.name not in table:
+        raise EsperError("E0525", f"{expr.name} has no spelling in Triton's interpreter", node=expr.name)
     return table[expr.name].format(*(spell(a, args, interpreted, alone) for a in expr.args))
 
 
