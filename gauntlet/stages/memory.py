@@ -110,21 +110,33 @@ def _set_up(subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor
         if recipe.layout.startswith("pages")
         else arena.Zones(device, seed)
     )
-    shift = 1 if recipe.layout == "shifted" else 0
+    shifted = _from_outside(subject, plan) if recipe.layout == "shifted" else frozenset()
     placed: list[Tensor | None] = []
     for at, feed in enumerate(feeds):
         copy = None
         if feed is not None:
-            copy = fence.empty(f"input {at}", tuple(feed.shape), feed.dtype, shift=shift)
+            copy = fence.empty(f"input {at}", tuple(feed.shape), feed.dtype, shift=int(at in shifted))
             copy.copy_(feed)
         placed.append(copy)
     given = {}
     for number, buffer in enumerate(plan.buffers):
         if buffer.source not in ("input", "saved", "cotangent"):
             shape = tuple(evaluate(s, recipe.dims) for s in buffer.shape)
-            given[number] = fence.empty(buffer.name, shape, getattr(torch, buffer.dtype), shift=shift)
+            given[number] = fence.empty(buffer.name, shape, getattr(torch, buffer.dtype))
     before = [None if t is None else t.clone() for t in placed]
     return _Run(fence, placed, given, before)
+
+
+def _from_outside(subject: Subject, plan: Plan) -> frozenset[int]:
+    """Feeds whose address a caller chooses: inputs, cotangents, and inputs that were saved. All other memory comes
+    from the allocator, aligned.
+    """
+    if plan.phase != "backward":
+        return frozenset(range(len(subject.launch.interface.inputs)))
+    forward = next(p for p in subject.launch.plans if p.phase == "forward")
+    saved = {at for at, number in enumerate(forward.saved) if forward.buffers[number].source == "input"}
+    count = len(forward.saved)
+    return frozenset(saved | set(range(count, count + len(subject.results))))
 
 
 def _disturbed(plan: Plan, run: _Run) -> str:

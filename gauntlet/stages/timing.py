@@ -35,7 +35,7 @@ class Timed:
 
     def run(self, context: Context) -> Outcome:
         subject = context.subject
-        recipe = Recipe("timing", _dims(subject), cotangent="normal", seed=context.seed)
+        recipe = Recipe("timing", _dims(subject, context.quick), cotangent="normal", seed=context.seed)
         return self.check(context, recipe)
 
     def check(self, context: Context, recipe: Recipe) -> Outcome:
@@ -54,9 +54,9 @@ class Timed:
 STAGE = Timed()
 
 
-def _dims(subject: Subject) -> dict[str, int]:
+def _dims(subject: Subject, quick: bool) -> dict[str, int]:
     """The largest tuned sizes that fit a measurement here, else the largest sizes that do."""
-    most = ELEMENTS[subject.device.type]
+    most = ELEMENTS[subject.device.type] // (4 if quick else 1)
     dims = subject.launch.interface.dims
     rows = max((len(d.tune) for d in dims), default=0)
     tuned = [

@@ -1,0 +1,134 @@
+"""Plants faults in what the forge emits: C text mutated store by store, load by load, kernel by kernel.
+
+Every mutation changes what some kernel writes, reads or does for values and sizes that the declared range
+contains, so that none is equivalent to the original by construction.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from library.manifest import pack, unpack
+
+KERNEL = re.compile(r"void (\w+)\(void \*const \*args.*?\n}\n", re.DOTALL)
+POINTER = re.compile(r"(\w+) \*const (b\d+_\w+) = ")
+STORE = re.compile(r"(b\d+_\w+)\[([^\]]+)\] = ([^;]+);")
+LOAD = re.compile(r"const float (t\d+) = (from_\w+\()?(b\d+_\w+)\[([^\]]+)\](\))?;")
+TAIL = re.compile(r"last = (first \+ \d+) < (\w+) \? \1 : \2;")
+ROWS = "n_rows"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`text`: the whole module with one place changed."""
+
+    kind: str
+    kernel: str
+    place: str
+    text: str
+
+
+Change = Callable[[re.Match[str]], str]
+
+
+def _store(change: Callable[[str, str, str], str]) -> Change:
+    return lambda m: change(m[1], m[2], m[3])
+
+
+def _narrowed(value: str) -> str:
+    """The stored value with four bits of the mantissa fewer than its type holds."""
+    if value.startswith("high_half("):
+        return f"(uint16_t)({value} & 0xfff0u)"
+    return f"float_of(bits_of({value}) & 0xffff0000u)"
+
+
+STORES: tuple[tuple[str, Change], ...] = (
+    ("nothing stored", _store(lambda b, i, v: ";")),
+    ("constant output", _store(lambda b, i, v: f"{b}[{i}] = 0;")),
+    ("precision downgrade", _store(lambda b, i, v: f"{b}[{i}] = {_narrowed(v)};")),
+    ("size-dependent", _store(lambda b, i, v: f"if ({ROWS} != 17) {b}[{i}] = {v};")),
+    ("size-dependent", _store(lambda b, i, v: f"{b}[{i}] = {ROWS} == 3 ? 0 : {v};")),
+    ("NaN on rare input", _store(lambda b, i, v: f"{b}[{i}] = {v}; if (!{b}[{i}]) {b}[{i}] = -1;")),
+)
+LOADS: tuple[tuple[str, Change], ...] = (
+    ("wrong axis", lambda m: m[0].replace(f"[{m[4]}]", f"[({m[4]}) / 2]")),
+    ("NaN on rare input", lambda m: f'{m[0][:-1]} + ({m[3]}[{m[4]}] == 0 ? __builtin_nanf("") : 0.0f);'),
+)
+STATE = "static volatile int calls; if (++calls % 50 == 49) return;"
+
+
+def _kernels(text: str) -> Iterator[tuple[str, int, str]]:
+    for m in KERNEL.finditer(text):
+        yield m[1], m.start(), m[0]
+
+
+def _spliced(text: str, start: int, end: int, new: str) -> str:
+    return text[:start] + new + text[end:]
+
+
+def mutants(text: str) -> Iterator[Mutant]:
+    """All of them, kernel by kernel."""
+    for name, at, body in _kernels(text):
+        sized = ROWS in body
+        for pattern, table in ((STORE, STORES), (LOAD, LOADS)):
+            for found in pattern.finditer(body):
+                for kind, change in table:
+                    if sized or ROWS not in change(found):
+                        new = _spliced(text, at + found.start(), at + found.end(), change(found))
+                        yield Mutant(kind, name, found[0], new)
+        for found in TAIL.finditer(body):
+            for kind, new_tail in (
+                ("dropped mask", f"last = {found[1]};"),
+                ("off by one", found[0][:-1] + " - 1;"),
+            ):
+                end = _spliced(text, at + found.start(), at + found.end(), new_tail)
+                yield Mutant(kind, name, found[0], end)
+        yield from _whole(text, name, at, body)
+
+
+def _whole(text: str, name: str, at: int, body: str) -> Iterator[Mutant]:
+    """Faults of a whole kernel, put in before its loop over programs."""
+    start = body.find("#pragma omp parallel for")
+    pointers = POINTER.findall(body)
+    written = {m[1] for m in STORE.finditer(body)}
+    if start < 0 or not pointers or not written:
+        return
+    only_read = [p for _, p in pointers if p not in written]
+    out = sorted(written)[-1]
+    added = [
+        ("work skipped on repeat", STATE),
+        ("out of bounds store", f"if (gx) {out}[-1] = 0;"),
+        *([("endless loop", f"for (volatile int on = {ROWS} == 3; on;);")] if ROWS in body else []),
+        *[("input overwritten", f"if (gx) {p}[0] = {p}[0] ? 0 : 1;") for p in only_read[:2]],
+    ]
+    for kind, line in added:
+        yield Mutant(kind, name, line, _spliced(text, at + start, at + start, line + "\n"))
+
+
+def rebuilt(container: bytes, text: str) -> bytes:
+    """The artifact with its module compiled from other text, by the compiler and flags that it names."""
+    made = unpack(container)
+    manifest: dict[str, Any] = json.loads(json.dumps(made.manifest))
+    code = _compiled(text, tuple(manifest["toolchain"]["flags"]))
+    manifest = {k: v for k, v in manifest.items() if k not in ("artifact_id", "blobs")}
+    manifest["version"] = sha256(code).hexdigest()
+    blobs = [(b["name"], b["kind"], code) for b in made.manifest["blobs"]]
+    return pack(manifest, blobs)
+
+
+def _compiled(text: str, flags: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "module.so"
+        command = ["gcc", *flags, "-", "-o", str(out)]
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise AssertionError(done.stderr[:2000])
+        return out.read_bytes()
