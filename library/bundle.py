@@ -26,7 +26,14 @@ from library.loading import open_provenance_bytes, open_verdict
 from library.manifest import Container, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
 from library.paths import os_error
-from library.records import REVOKED, ArtifactRecord, SideFile
+from library.records import (
+    PENDING_BENCHMARKING,
+    REJECTED,
+    REVOKED,
+    VALIDATED,
+    ArtifactRecord,
+    SideFile,
+)
 from library.trust import TrustDocument, TrustStore, replace_file
 
 MAGIC = b"ESPERBND\x01"
@@ -121,8 +128,10 @@ def _proof(core: Core, seq: int, tree: Tree) -> dict[str, Any] | None:
 
 
 def import_bundle(core: Core, data: bytes, *, dry_run: bool = False) -> list[str]:
-    """Check a bundle whole, then take it whole; ids that are new here. E0770, E0730, E0744 and the like,
-    E0723.
+    """Check a bundle whole, then take it whole; ids that are new here or newly proven.
+
+    E0770, E0730, E0744 and the like; E0723 another content under a known id; E0725 a verdict that contradicts
+    one given here.
     """
     index, objects = read_bundle(data)
     document = core.trust.document()
@@ -132,10 +141,7 @@ def import_bundle(core: Core, data: bytes, *, dry_run: bool = False) -> list[str
     ids = [a.unpacked.manifest["artifact_id"] for a in arrivals]
     if len(set(ids)) != len(ids):
         raise fail("E0770", "bundle lists an artifact twice")
-    new = []
-    for arrival, artifact_id in zip(arrivals, ids, strict=True):
-        if artifacts.known_content(core, artifact_id, arrival.digest) is None:
-            new.append(artifact_id)
+    new = [i for i, arrival in zip(ids, arrivals, strict=True) if _brings_something(core, arrival)]
     used = {d for a in arrivals for d in _digests(a)}
     if used != set(objects):
         raise fail("E0770", f"bundle carries {len(set(objects) - used)} objects that no artifact names")
@@ -152,17 +158,38 @@ def _digests(arrival: Arrival) -> list[str]:
     return [arrival.digest, *(f.digest for f in arrival.beside), *reports]
 
 
+def _brings_something(core: Core, arrival: Arrival) -> bool:
+    known = artifacts.known_content(core, arrival.unpacked.manifest["artifact_id"], arrival.digest)
+    return known is None or bool(_fresh_verdicts(core, known, arrival))
+
+
+def _fresh_verdicts(
+    core: Core, known: ArtifactRecord, arrival: Arrival
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Verdicts (with their reports) that a known artifact does not have yet and that can count for it."""
+    if known.state not in (PENDING_BENCHMARKING, VALIDATED, REJECTED):
+        return []
+    present = {row[6] for row in rows.verdict_rows(core.index, known.id)}
+    pairs = zip(arrival.verdicts, arrival.reports, strict=True)
+    fresh = [(values, report) for values, report in pairs if values["envelope"] not in present]
+    against = [v["result"] for v, _ in fresh if known.state not in (PENDING_BENCHMARKING, v["result"])]
+    if against:
+        raise fail("E0725", f"{known.id} is {known.state} here, the bundle says {against[0]}", node=known.id)
+    return [] if known.state == REJECTED else fresh
+
+
 def _record(core: Core, arrival: Arrival) -> None:
     artifact_id = arrival.unpacked.manifest["artifact_id"]
-    if artifacts.known_content(core, artifact_id, arrival.digest) is not None:
-        return
-    envelope, beside = arrival.envelope, list(arrival.beside)
-    text = sha256_hex(arrival.text)
-    record = artifacts.insert_artifact(core, arrival.unpacked, arrival.digest, text, envelope, beside)
-    for values, report in zip(arrival.verdicts, arrival.reports, strict=True):
+    record = artifacts.known_content(core, artifact_id, arrival.digest)
+    new = record is None
+    if record is None:
+        envelope, beside = arrival.envelope, list(arrival.beside)
+        text = sha256_hex(arrival.text)
+        record = artifacts.insert_artifact(core, arrival.unpacked, arrival.digest, text, envelope, beside)
+    for values, report in _fresh_verdicts(core, record, arrival):
         verdicts.insert_verdict(core, artifact_id, values, report)
     report = arrival.reports[-1] if arrival.reports else {}
-    for envelope, keyid, predicate in arrival.annotations:
+    for envelope, keyid, predicate in arrival.annotations if new else ():
         verdicts.insert_annotation(core, record, envelope, keyid, predicate, report)
 
 

@@ -233,3 +233,27 @@ def test_links_are_not_followed(bundle: bytes, tmp_path: Path) -> None:
     with pytest.raises(EsperError) as error:
         read_file(tmp_path / "link")
     assert error.value.exit_code == 16
+
+
+def test_a_bundle_proves_what_was_compiled_here(bundle: bytes, lib: Library, other: Library) -> None:
+    """The same bytes compiled in two places, proven in one: the verdict travels, once."""
+    mine = other.put_artifact(make_container(1)).id
+    assert len(import_bundle(other, bundle)) == 3
+    assert other.load(mine).verdict is not None
+    assert import_bundle(other, bundle) == [] and len(other.index.rows("SELECT 1 FROM verdicts")) == 2
+
+
+def test_a_contradicting_verdict_is_refused_whole(bundle: bytes, other: Library) -> None:
+    mine = other.put_artifact(make_container(1)).id
+    other.record_verdict(mine, {}, passed=False, reason="wrong here")
+    before = contents(other.home)
+    with pytest.raises(EsperError) as error:
+        import_bundle(other, bundle)
+    assert error.value.code == "E0725" and contents(other.home) == before
+
+
+def test_a_revoked_artifact_does_not_come_back(bundle: bytes, other: Library) -> None:
+    mine = other.put_artifact(make_container(1)).id
+    other.revoke(mine, "known to be bad")
+    assert mine not in import_bundle(other, bundle)
+    assert other.record(mine).state == "REVOKED"
