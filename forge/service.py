@@ -190,26 +190,24 @@ def _differ(path: str, a: Any, b: Any) -> list[tuple[str, Any, Any]]:
 def checkup(library: Path | None) -> list[dict[str, Any]]:
     """What compiling needs, each with what was found and whether it is needed on this machine."""
     found = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
-    compiler = find_compiler()
+    missing = "missing: pip install esper-forge[forge]"
     rows = [
-        {
-            "check": "triton",
-            "ok": bool(found),
-            "needed": True,
-            "found": found or "missing: pip install esper-forge[forge]",
-        },
-        {
-            "check": "c compiler",
-            "ok": compiler is not None,
-            "needed": False,
-            "found": str(compiler or "missing"),
-        },
+        {"check": "triton", "ok": bool(found), "needed": True, "found": found or missing},
+        _attempt("c compiler", False, lambda: str(find_compiler())),
         {"check": "sandbox", "ok": True, "needed": False, "found": levels_here()[-1]},
-        {"check": "target auto", "ok": True, "needed": True, "found": resolve("auto").name},
+        _attempt("target auto", True, lambda: resolve("auto").name),
+        _attempt("library", True, lambda: _writable(library)),
     ]
-    try:
-        with Library.open(library, roles=("compiler",)) as store:
-            rows.append({"check": "library", "ok": True, "needed": True, "found": str(store.path)})
-    except EsperError as error:
-        rows.append({"check": "library", "ok": False, "needed": True, "found": str(error)})
     return rows
+
+
+def _attempt(check: str, needed: bool, look: Callable[[], str]) -> dict[str, Any]:
+    try:
+        return {"check": check, "ok": True, "needed": needed, "found": look()}
+    except EsperError as error:
+        return {"check": check, "ok": False, "needed": needed, "found": f"{error.code}: {error.message}"}
+
+
+def _writable(library: Path | None) -> str:
+    with Library.open(library, roles=("compiler",)) as store:
+        return str(store.home)

@@ -1,0 +1,251 @@
+"""`esper-forge`: every command, its documents, and what bad input is told."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from esper_ir.diagnostics import EXIT_BACKEND, EXIT_FAILURE, EXIT_NOT_FOUND, EXIT_USAGE
+from forge.cli import main
+
+ROOT = Path(__file__).parents[2]
+RMS = str(ROOT / "examples" / "rmsnorm_residual.json")
+SMALL: dict[str, Any] = {
+    "format": "esper-blueprint/1",
+    "name": "small",
+    "dims": {"rows": {"min": 1, "max": 64, "tune": [8]}},
+    "inputs": {"x": {"dtype": "float32", "shape": ["rows", 8]}},
+    "params": {"w": {"dtype": "float32", "shape": [8], "init": {"kind": "ones"}}},
+    "nodes": [{"id": "y", "op": "mul", "inputs": ["x", "w"]}],
+    "outputs": ["y"],
+}
+Change = Callable[[dict[str, Any]], None]
+
+
+def run(*words: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(main, list(words), input=text, catch_exceptions=False)
+
+
+def document(result: Result) -> dict[str, Any]:
+    """What stands on standard output: one JSON document with a schema."""
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict) and found["schema"].startswith("esper-")
+    return found
+
+
+def written(tmp_path: Path, change: Change = lambda blueprint: None) -> str:
+    blueprint = json.loads(json.dumps(SMALL))
+    change(blueprint)
+    path = tmp_path / "blueprint.json"
+    path.write_text(json.dumps(blueprint))
+    return str(path)
+
+
+def stored(library: Path) -> list[Path]:
+    """What a library holds beside its own frame."""
+    return [p for part in ("objects", "staging") for p in (library / part).rglob("*") if p.is_file()]
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
+
+
+def test_compile_prints_the_id_and_stores_the_artifact(esper_library: Path, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    first = document(run("compile", path, "--target", "cpu", "--json"))
+    (row,) = first["artifacts"]
+    assert first["errors"] == [] and row["status"] == "PENDING_BENCHMARKING" and row["path"] == path
+    assert row["target"].startswith("cpu") and row["pipeline"] == "fast" and row["kernels"] > 0
+    assert row["seconds"]["total"] >= row["seconds"]["build"] and row["size_bytes"] > 0
+    assert stored(esper_library)
+    again = run("compile", path, "--target", "cpu")
+    assert again.exit_code == 0 and row["artifact_id"] in again.stdout
+    there = document(run("explain-miss", row["artifact_id"], row["artifact_id"], "--json"))
+    assert there["differences"] == []
+
+
+def test_compile_takes_directories_globs_and_standard_input(esper_library: Path, tmp_path: Path) -> None:
+    written(tmp_path)
+    ids = set()
+    for words in ([str(tmp_path)], [str(tmp_path / "*.json")]):
+        ids |= {a["artifact_id"] for a in document(run("compile", *words, "--target", "cpu", "--json"))["artifacts"]}
+    piped = run("compile", "-", "--target", "cpu", "--json", text=json.dumps(SMALL))
+    ids |= {a["artifact_id"] for a in document(piped)["artifacts"]}
+    assert len(ids) == 1
+
+
+def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> None:
+    first = document(run("compile", written(tmp_path), "--target", "cpu", "--json"))["artifacts"][0]
+    wider = written(tmp_path, lambda b: b["params"]["w"].update(shape=[1]))
+    second = document(run("compile", wider, "--target", "cpu", "--json"))["artifacts"][0]
+    rows = document(run("explain-miss", first["artifact_id"], second["artifact_id"], "--json"))["differences"]
+    assert any(row["field"].startswith("blueprint") for row in rows)
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu"])
+def test_explain(target: str) -> None:
+    made = document(run("explain", RMS, "--target", target, "--json"))
+    assert made["target"].startswith(target) and {p["phase"] for p in made["phases"]} == {
+        "inference", "forward", "backward",
+    }  # fmt: skip
+    group = next(p for p in made["phases"] if p["phase"] == "forward")["groups"][0]
+    assert group["bytes_read"] > group["bytes_written"] > 0 and group["floor_us"] > 0 and group["kernels"]
+    shown = run("explain", RMS, "--target", target)
+    assert shown.exit_code == 0 and "saved for the backward" in shown.stdout
+
+
+def test_bytes_of_a_group_are_those_of_its_buffers() -> None:
+    """8192 or 32768 rows of 4096 bf16: x and r are read, y is written, w and rstd are small."""
+    made = document(run("explain", RMS, "--target", "h100", "--json"))
+    for part in (p for p in made["phases"] if p["phase"] == "inference"):
+        (group,) = part["groups"]
+        matrix = part["sizes"]["rows"] * 4096 * 2
+        assert group["bytes_read"] == 2 * matrix + 4096 * 2 and group["bytes_written"] == matrix
+
+
+def test_show() -> None:
+    made = document(run("show", RMS, "--json"))
+    assert len(made["id"]) == 64 and made["types"]["y"] == "bfloat16[rows, 4096]"
+    assert made["blueprint"]["name"] == "rmsnorm_residual"
+    assert "rmsnorm_residual" in run("show", RMS).stdout
+
+
+def test_print() -> None:
+    assert "row_sum" in run("print", RMS, "--target", "h100").stdout
+    assert "@triton.jit" in run("print", RMS, "--target", "h100", "--what", "text").stdout
+    assert "#include" in run("print", RMS, "--target", "cpu", "--what", "text").stdout
+
+
+def test_lists() -> None:
+    ops = {row["op"] for row in document(run("ops", "--json"))["ops"]}
+    targets = {row["target"] for row in document(run("targets", "--json"))["targets"]}
+    pipelines = {row["pipeline"] for row in document(run("pipelines", "--json"))["pipelines"]}
+    assert {"matmul", "gelu", "rms_norm"} <= ops and {"h100", "cpu-v3"} <= targets and "fast" in pipelines
+    for command in ("ops", "targets", "pipelines"):
+        assert run(command).exit_code == 0 and run(command).stdout.count("\n") > 0
+
+
+def test_doctor(esper_library: Path) -> None:
+    found = run("doctor", "--json")
+    rows = {row["check"]: row for row in document(found)["checks"]}
+    assert {"triton", "c compiler", "sandbox", "target auto", "library"} <= set(rows)
+    assert found.exit_code == (0 if all(r["ok"] for r in rows.values() if r["needed"]) else EXIT_FAILURE)
+
+
+def test_doctor_without_a_compiler_says_so(
+    esper_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    rows = {row["check"]: row for row in document(run("doctor", "--json"))["checks"]}
+    assert not rows["c compiler"]["ok"] and "E0520" in rows["c compiler"]["found"]
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def two_nodes(first: dict[str, Any], second: dict[str, Any]) -> Change:
+    return lambda b: b.update(nodes=[first, second])
+
+
+CYCLE = two_nodes({"id": "y", "op": "mul", "inputs": ["x", "z"]}, {"id": "z", "op": "relu", "inputs": ["y"]})
+BAD: dict[str, tuple[Change, str, str]] = {
+    "unknown op": (lambda b: b["nodes"][0].update(op="mull"), "E0301", "mul"),
+    "shape conflict": (lambda b: b["params"]["w"].update(shape=[7]), "E0204", "[7]"),
+    "cycle": (CYCLE, "E0303", "cycle"),
+    "dtype": (lambda b: b["inputs"]["x"].update(dtype="complex64"), "E0103", "complex64"),
+    "dangling name": (lambda b: b["nodes"][0].update(inputs=["x", "v"]), "E0302", "v"),
+    "no kernel": (
+        lambda b: b["nodes"][0].update(op="prod", inputs=["x"], attrs={"dims": [1]}), "E0530", "prod"
+    ),
+    "dim of no axis": (lambda b: b["inputs"]["x"].update(shape=["2*rows", 8]), "E0536", "rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_blueprints_are_named_and_nothing_is_written(name: str, esper_library: Path, tmp_path: Path) -> None:
+    change, code, word = BAD[name]
+    found = run("compile", written(tmp_path, change), "--target", "h100", "--json")
+    made = document(found)
+    told = json.dumps(made["errors"])
+    assert found.exit_code == EXIT_FAILURE and made["artifacts"] == []
+    assert code in told and word in told and code in found.stderr, told
+    assert stored(esper_library) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", json.dumps(SMALL)[:-20], "[]", '{"format": "esper-blueprint/1"}', "\xff"])
+def test_text_that_is_no_blueprint(text: str, esper_library: Path) -> None:
+    found = run("compile", "-", "--target", "h100", "--json", text=text)
+    errors = document(found)["errors"]
+    assert found.exit_code == EXIT_FAILURE and errors[0]["code"].startswith("E01")
+    assert stored(esper_library) == []
+
+
+def test_one_bad_file_does_not_stop_the_others(esper_library: Path, tmp_path: Path) -> None:
+    good, bad = written(tmp_path), tmp_path / "bad.json"
+    bad.write_text("{")
+    found = run("compile", good, str(bad), "--target", "cpu", "--json")
+    made = document(found)
+    assert found.exit_code == EXIT_FAILURE and len(made["artifacts"]) == len(made["errors"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "status"),
+    [
+        (["compile", "{path}", "--target", "h1000"], "E0510", EXIT_USAGE),
+        (["compile", "{path}", "--pipeline", "fastt"], "E0513", EXIT_USAGE),
+        (["compile", "nowhere.json"], "E0512", EXIT_NOT_FOUND),
+        (["explain", "nowhere.json"], "E0512", EXIT_NOT_FOUND),
+        (["explain", "{path}", "--target", "h1000"], "E0510", EXIT_USAGE),
+        (["show", "nowhere*.json"], "E0512", EXIT_NOT_FOUND),
+    ],
+)
+def test_what_is_unknown_is_named(
+    words: list[str], code: str, status: int, esper_library: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path)
+    filled = [w.format(path=path) for w in words]
+    plain, with_json = run(*filled), run(*filled, "--json")
+    assert plain.exit_code == with_json.exit_code == status
+    assert code in plain.stderr and code in with_json.stdout and plain.stdout == ""
+    document(with_json)
+    assert stored(esper_library) == []
+
+
+def test_near_names_are_offered(esper_library: Path, tmp_path: Path) -> None:
+    assert "h100" in run("compile", written(tmp_path), "--target", "h1000").stderr
+
+
+def test_a_dtype_that_the_target_has_not(esper_library: Path) -> None:
+    found = run("compile", RMS, "--target", "t4", "--json")
+    (error,) = document(found)["errors"]
+    assert found.exit_code == EXIT_FAILURE and error["code"] == "E0537" and "bfloat16" in error["message"]
+
+
+def test_without_a_c_compiler(esper_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = run("compile", path, "--target", "cpu", "--json")
+    (error,) = document(found)["errors"]
+    assert found.exit_code == EXIT_BACKEND and error["code"] == "E0520" and error["hint"]
+    assert stored(esper_library) == []
+
+
+def test_a_library_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file stands where the directory should be (a mode would not stop the superuser)."""
+    place = tmp_path / "library"
+    place.write_text("not a directory")
+    place.chmod(stat.S_IRUSR)
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "keys"))
+    found = run("compile", written(tmp_path), "--target", "cpu", "--library", str(place), "--json")
+    assert found.exit_code != 0 and document(found)["error"]["code"].startswith("E07")
+    assert place.read_text() == "not a directory"
+
+
+@pytest.mark.parametrize("words", [["compile"], ["explain"], ["print", RMS, "--what", "all"], ["nothing"]])
+def test_wrong_usage(words: list[str]) -> None:
+    assert run(*words).exit_code == EXIT_USAGE

@@ -1,0 +1,71 @@
+"""Triton text run by Triton's interpreter against float64 and eager: the examples, shrunken, and random graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RMS = {"path": "examples/rmsnorm_residual.json", "sizes": {"4096": 128}}
+MLP = {"path": "examples/small_mlp.json", "sizes": {"64": 32, "256": 48}}
+DIGITS = {"path": "examples/digits_block.json", "sizes": {"64": 24, "256": 40}}
+# Rows: one, a prime, and one to either side of a block of rows.
+CASES: dict[str, dict[str, Any]] = {
+    "norm of 1 row": {**RMS, "dims": {"rows": 1}},
+    "norm of 37 rows": {**RMS, "dims": {"rows": 37}},
+    "norm of 65 rows": {**RMS, "dims": {"rows": 65}},
+    "norm of 65 rows, aligned": {**RMS, "dims": {"rows": 65}, "variant": "a"},
+    "mlp of 1 row": {**MLP, "dims": {"rows": 1}},
+    "mlp of 63 rows": {**MLP, "dims": {"rows": 63}},
+    "mlp of 65 rows, aligned": {**MLP, "dims": {"rows": 65}, "variant": "a"},
+    "digits of 37 rows": {**DIGITS, "dims": {"rows": 37}},
+    # No matrix instructions within reach there: products are library calls, the rest is ours.
+    "digits on t4": {**DIGITS, "dims": {"rows": 5}, "target": "t4"},
+}
+RANDOM = {
+    f"{dtype} graph {seed}": {"seed": seed, "dtype": dtype, "dims": {"rows": 1 + seed % 7}}
+    for seed in range(4)
+    for dtype in ("float32", "bfloat16")
+}
+PROGRAMS = 100
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Any]]:
+    """All cases in one process with TRITON_INTERPRET=1 (it has to be set before Triton is imported)."""
+    cases = CASES | RANDOM
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.forge.interpreted", json.dumps(list(cases.values()))],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(cases, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("name", [*CASES, *RANDOM])
+def test_results_are_as_near_to_float64_as_eager(answers: dict[str, dict[str, Any]], name: str) -> None:
+    wrong = {n: r for n, r in answers[name]["results"].items() if not r["ok"]}
+    assert answers[name]["results"] and not wrong, wrong
+    assert answers[name]["programs"] < PROGRAMS
+
+
+def test_a_bfloat16_norm_has_the_bits_of_eager(answers: dict[str, dict[str, Any]]) -> None:
+    """y = round(round(h * rstd) * w), and the gradients of both summands."""
+    for name in (n for n in CASES if n.startswith("norm")):
+        found = answers[name]["results"]
+        assert found["y"]["equal"] and found["grad:x"]["off"] <= 1.01 * found["grad:x"]["eager"], name
+
+
+def test_both_variants_of_a_norm_have_the_same_bits(answers: dict[str, dict[str, Any]]) -> None:
+    general, aligned = (answers[f"norm of 65 rows{v}"]["results"] for v in ("", ", aligned"))
+    assert general == aligned
