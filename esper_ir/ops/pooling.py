@@ -245,7 +245,8 @@ OPS = (
     OpDef(
         name="avg_pool2d", infer=_infer, reference=_avg_reference, vjp=_vjp_avg,
         lowering=Opaque("avg_pool2d"), arity=(1, 1),
-        samples=(*_samples(), *_samples(extra={"count_include_pad": False})), params=(*WINDOW, COUNT), resolve=_resolve, cost=_cost, doc="torch.nn.functional.avg_pool2d",
+        samples=(*_samples(), *_samples(extra={"count_include_pad": False})), params=(*WINDOW, COUNT),
+        resolve=_resolve, cost=_cost, doc="torch.nn.functional.avg_pool2d",
     ),
     OpDef(
         name="avg_pool2d_grad", infer=_infer_avg_gradient, reference=_avg_gradient_reference,
