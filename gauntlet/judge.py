@@ -47,6 +47,7 @@ def run(arguments: int, result: int, spill: int) -> None:
     job, case, container = decode_job(_read(arguments))
     os.close(arguments)
     subject = Subject(unpack(container), torch.device(job["device"]))
+    subject.hurry = bool(job["quick"])
     if case:
         subject.stored = {
             n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()

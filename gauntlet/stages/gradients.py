@@ -7,7 +7,7 @@ directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from gauntlet import accuracy, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.stages.numerics import odd_dims, sizes
+from gauntlet.subject import Subject
 
 DIRECTIONAL = "directional"
 STEP = 1e-6
@@ -30,13 +31,17 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         return
     base = Recipe("gradients", subject.base_dims(), cotangent="normal", wanted=every, seed=context.seed)
     yield base
-    for wanted in _subsets(every):
+    for wanted in _asked(subject):
         yield replace(base, wanted=wanted)
-    for cotangent in inputs.cotangent_kinds(subject):
-        yield replace(base, cotangent=cotangent)
-        yield replace(base, cotangent=cotangent, dims=odd_dims(subject), wanted=every[-1:])
+        yield replace(base, wanted=wanted, dims=odd_dims(subject), seed=context.seed + 1)
+        for cotangent in inputs.cotangent_kinds(subject):
+            yield replace(base, wanted=wanted, cotangent=cotangent)
+        for draw in ("ties",) if context.quick else (*inputs.smooth_draws(subject), "ties", "integers"):
+            yield replace(base, wanted=wanted, draw=draw)
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
+    for cotangent in inputs.cotangent_kinds(subject):
+        yield replace(base, cotangent=cotangent, dims=odd_dims(subject), wanted=every[-1:])
     for dims in list(sizes(context))[:: 3 if context.quick else 1]:
         yield replace(base, dims=dims)
     yield replace(base, dims=subject.largest_dims())
@@ -45,11 +50,14 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
 
 
-def _subsets(every: Sequence[str]) -> list[tuple[str, ...]]:
-    if len(every) < 2:
-        return []
+def _asked(subject: Subject) -> list[tuple[str, ...]]:
+    """All gradients, those of each plan, each one alone, all but one; each combination once."""
+    every = subject.launch.interface.differentiable
+    plans = [p.wanted for p in subject.plans("backward", subject.base_dims())]
     alone = [(name,) for name in every]
-    return alone + [tuple(n for n in every if n != name) for name in every if len(every) > 2]
+    rest = [tuple(n for n in every if n != name) for name in every if len(every) > 2]
+    ordered = [tuple(n for n in every if n in wanted) for wanted in (every, *plans, *alone, *rest)]
+    return list(dict.fromkeys(ordered))
 
 
 def _check(context: Context, recipe: Recipe) -> Outcome:

@@ -128,8 +128,8 @@ def _set_up(subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor
 
 
 def _from_outside(subject: Subject, plan: Plan) -> frozenset[int]:
-    """Feeds whose address a caller chooses: inputs, cotangents, and inputs that were saved. All other memory comes
-    from the allocator, aligned.
+    """Feeds whose address a caller chooses: inputs, cotangents, and inputs that were saved. All other memory
+    comes from the allocator, aligned.
     """
     if plan.phase != "backward":
         return frozenset(range(len(subject.launch.interface.inputs)))

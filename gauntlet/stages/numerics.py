@@ -15,7 +15,7 @@ from torch import Tensor
 from esper_ir.diagnostics import EsperError
 from gauntlet import accuracy, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
-from gauntlet.subject import SWEPT, Subject
+from gauntlet.subject import Subject
 
 LAYOUT_REFUSALS = ("E0812", "E0821")
 RANGE_REFUSALS = ("E0813", "E0810")
@@ -62,7 +62,7 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
         spread = {name: subject.sizes(name) for name in base}
         for turn in range(4 if context.quick else 12):
             mixed = {n: s[(7 * turn + 3 * i) % len(s)] for i, (n, s) in enumerate(spread.items()) if s}
-            if subject.admits({**base, **mixed}, SWEPT[subject.device.type]):
+            if subject.admits({**base, **mixed}, subject.swept):
                 yield {**base, **mixed}
 
 

@@ -22,6 +22,8 @@ KERNEL = re.compile(r"void (\w+)\(void \*const \*args.*?\n}\n", re.DOTALL)
 POINTER = re.compile(r"(\w+) \*const (b\d+_\w+) = ")
 STORE = re.compile(r"(b\d+_\w+)\[([^\]]+)\] = ([^;]+);")
 LOAD = re.compile(r"const float (t\d+) = (from_\w+\()?(b\d+_\w+)\[([^\]]+)\](\))?;")
+REST = re.compile(r"for \(int64_t j = j0_\d+; j < cols; j\+\+\) \{.*?\n            \}", re.DOTALL)
+"""What is left of a row after whole vectors: nothing, where the length is a multiple of 16."""
 TAIL = re.compile(r"last = (first \+ \d+) < (\w+) \? \1 : \2;")
 ROWS = "n_rows"
 
@@ -78,8 +80,11 @@ def mutants(text: str) -> Iterator[Mutant]:
     """All of them, kernel by kernel."""
     for name, at, body in _kernels(text):
         sized = ROWS in body
+        dead = [(m.start(), m.end()) for m in REST.finditer(body)]
         for pattern, table in ((STORE, STORES), (LOAD, LOADS)):
             for found in pattern.finditer(body):
+                if any(low <= found.start() < high for low, high in dead):
+                    continue
                 for kind, change in table:
                     if sized or ROWS not in change(found):
                         new = _spliced(text, at + found.start(), at + found.end(), change(found))
