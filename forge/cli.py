@@ -260,9 +260,13 @@ def _table(rows: list[dict[str, Any]], as_json: bool, schema: str, key: str) -> 
         click.echo(json.dumps({"schema": schema, key: rows}, indent=1))
         return
     for row in rows:
-        click.echo(
-            "  ".join(f"{v if not isinstance(v, list) else ' > '.join(v)!s:<14}" for v in row.values())
-        )
+        click.echo("  ".join(f"{_cell(v):<14}" for v in row.values()).rstrip())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return " > ".join(value)
+    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
 
 
 if __name__ == "__main__":

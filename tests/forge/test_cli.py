@@ -83,7 +83,9 @@ def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> N
     first = document(run("compile", written(tmp_path), "--target", "cpu", "--json"))["artifacts"][0]
     wider = written(tmp_path, lambda b: b["params"]["w"].update(shape=[1]))
     second = document(run("compile", wider, "--target", "cpu", "--json"))["artifacts"][0]
-    rows = document(run("explain-miss", first["artifact_id"], second["artifact_id"], "--json"))["differences"]
+    pair = (first["artifact_id"], second["artifact_id"])
+    rows = document(run("explain-miss", *pair, "--json"))["differences"]
+    assert run("explain-miss", *pair).stdout.count("\n") == len(rows)
     assert any(row["field"].startswith("blueprint") for row in rows)
 
 
