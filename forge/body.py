@@ -66,7 +66,7 @@ class BodyBuilder:
         self.body.stmts.append(make(name))
         return name
 
-    # Statements ----------------------------------------------------------------------------------------------------
+    # Statements -----------------------------------------------------------------------------------
 
     def _contraction(self, node: Node) -> None:
         dtype = node.types[0].dtype
@@ -129,7 +129,7 @@ class BodyBuilder:
         right = tuple(None if size == ONE else lead + axis for axis, size in enumerate(shape))
         return self.load(operand, placed or right)
 
-    # Operands ------------------------------------------------------------------------------------------------------
+    # Operands -------------------------------------------------------------------------------------
 
     def constant(self, ref: Ref) -> float | int | bool | None:
         """The number an operand is: a literal, or a `full` of one (through views)."""
@@ -202,7 +202,9 @@ def finish_reduction(
     node: Node, graph: Graph, name: str, add: Callable[[Callable[[str], Stmt]], str],
     size: Callable[[Dim, DType], str],
 ) -> str:  # fmt: skip
-    """Divide by the count for a mean and round to the node's dtype; `size` gives a symbolic size as a value."""
+    """Divide by the count for a mean and round to the node's dtype; `size` gives a symbolic size as a
+    value.
+    """
     low = OPS[node.op].lowering
     assert isinstance(low, Reduction)
     dtype = node.types[0].dtype

@@ -21,8 +21,10 @@ from forge.sass import bad_carries
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """`stage` "compile": {"code": {entry: PTX text or base64 of an hsaco}, "kernels": {entry: facts}, "triton": version}.
-    `stage` "assemble" (from PTX texts): {"cubin": base64, "ptx": text, "usage": {entry: registers, spills}, "ptxas"}.
+    """`stage` "compile": {"code": {entry: PTX text or base64 of an hsaco}, "kernels": {entry: facts},
+    "triton": version}.
+    `stage` "assemble" (from PTX texts): {"cubin": base64, "ptx": text, "usage": {entry: registers, spills},
+    "ptxas"}.
     """
     folder = Path(tempfile.mkdtemp())
     if request["stage"] == "assemble":

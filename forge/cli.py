@@ -69,7 +69,9 @@ def _blueprint(path: Path) -> Any:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--pipeline", "pipelines", multiple=True, help="Pipeline, repeatable (default: fast).")
 @TARGET
-@click.option("--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again.")
+@click.option(
+    "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
+)
 @LIBRARY
 @JSON
 def compile_(
@@ -82,23 +84,22 @@ def compile_(
 ) -> None:
     """Compile blueprint files, directories, globs or - (standard input) into the library."""
     from forge.service import as_json as row
-    from forge.service import compile_blueprint
     from library.store import Library
 
     rows: list[dict[str, Any]] = []
     failed: list[EsperError] = []
     with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
-        journal = _journal(replay) if replay else None
+        options = {
+            "pipelines": pipelines or ("fast",),
+            "targets": targets or ("auto",),
+            "library": store,
+            "replay": _journal(replay) if replay else None,
+        }
         for path in _files(paths):
-            try:
-                with _progress(as_json) as tell:
-                    made = compile_blueprint(
-                        _blueprint(path), pipelines=pipelines or ("fast",), targets=targets or ("auto",),
-                        library=store, progress=lambda step, p=path, t=tell: t(f"{p}: {step}"), replay=journal,
-                    )  # fmt: skip
-            except EsperError as error:
-                failed.append(error)
-                click.echo(f"{path}: {error}", err=True)
+            made = _compile_one(path, options, as_json)
+            if isinstance(made, EsperError):
+                failed.append(made)
+                click.echo(f"{path}: {made}", err=True)
                 continue
             rows += [{"path": str(path), **row(r)} for r in made]
             for r in made:
@@ -108,6 +109,19 @@ def compile_(
         click.echo(json.dumps({"schema": "esper-compile/1", "artifacts": rows, "errors": errors}, indent=1))
     if failed:
         sys.exit(failed[0].exit_code or EXIT_FAILURE)
+
+
+def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> Any:
+    """What one file gave, or the refusal: other files are still compiled."""
+    from forge.service import compile_blueprint
+
+    try:
+        with _progress(as_json) as tell:
+            return compile_blueprint(
+                _blueprint(path), progress=lambda step: tell(f"{path}: {step}"), **options
+            )
+    except EsperError as error:
+        return error
 
 
 def _journal(path: Path) -> Any:

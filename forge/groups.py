@@ -1,10 +1,13 @@
 """Fusion groups: which nodes may share one kernel, and how each value lies in the group's iteration space.
 
-Values in `columns` (column reductions, and the pointwise `finishers` of them) are complete only after the whole kernel;
+Values in `columns` (column reductions, and the pointwise `finishers` of them) are complete only after the
+whole kernel;
 they are computed by a second kernel.
 
-A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of the space it
-runs along (None where its size is 1). Row reductions run over the space's axes from `split` on, column reductions over
+A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of
+the space it
+runs along (None where its size is 1). Row reductions run over the space's axes from `split` on, column
+reductions over
 the axes before it; both may live in one group.
 """
 
@@ -73,7 +76,9 @@ def everywhere(space: tuple[Dim, ...]) -> Placement:
 
 
 class Matcher:
-    """Decides whether a node can join a group, over one graph whose constants (`full`) are folded into their users."""
+    """Decides whether a node can join a group, over one graph whose constants (`full`) are folded into their
+    users.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -225,7 +230,9 @@ class Matcher:
         return Group(shape)
 
     def reaches(self, group: Group, node: Node, owner: Mapping[str, Group]) -> bool:
-        """True if some operand of the node, through other groups, needs this group: joining would make a cycle."""
+        """True if some operand of the node, through other groups, needs this group: joining would make a
+        cycle.
+        """
         inside = group.values()
         stack = [v for v in node.tensors if v not in inside]
         seen: set[int] = set()
@@ -252,7 +259,9 @@ def _long_axes(space: tuple[Dim, ...]) -> list[int]:
 
 
 def _split(space: tuple[Dim, ...], axes: set[int]) -> int | None:
-    """Where rows end and columns begin when `axes` are all columns, or all rows; None when they are neither."""
+    """Where rows end and columns begin when `axes` are all columns, or all rows; None when they are
+    neither.
+    """
     long = _long_axes(space)
     if axes and axes == {a for a in long if a >= min(axes)}:
         return max((a + 1 for a in long if a < min(axes)), default=0)

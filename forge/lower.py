@@ -26,7 +26,9 @@ ALIGNED, GENERAL = "a", "g"
 
 @dataclass(frozen=True)
 class KernelSource:
-    """One kernel to build: the plan (its name is the entry point) and what may be assumed of its parameters."""
+    """One kernel to build: the plan (its name is the entry point) and what may be assumed of its
+    parameters.
+    """
 
     plan: KernelPlan
     variant: str
@@ -35,7 +37,8 @@ class KernelSource:
 
 @dataclass
 class Kernels:
-    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are the tiles
+    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are
+    the tiles
     picked for them.
     """
 
@@ -81,7 +84,7 @@ class _Lowerer:
     def graph(self) -> Graph:
         return self.phase.graph
 
-    # Buffers ---------------------------------------------------------------------------------------------------------
+    # Buffers --------------------------------------------------------------------------------------
 
     def buffer(self, name: str, source: str, index: int, dtype: DType, shape: tuple[Dim, ...]) -> int:
         if name not in self.numbers:
@@ -114,7 +117,7 @@ class _Lowerer:
         self.fresh.add(self.buffer(value, "temp", 0, kind.dtype, kind.shape))
         return self.numbers[value]
 
-    # Steps -----------------------------------------------------------------------------------------------------------
+    # Steps ----------------------------------------------------------------------------------------
 
     def launch(self, group: str, launch: Launch, temps: Mapping[str, Temp]) -> KernelStep:
         plan = launch.plan
@@ -142,7 +145,8 @@ class _Lowerer:
 
 
 def _general(plan: KernelPlan) -> KernelPlan:
-    """The same grid and order of sums with a short step along the contracted axis: without alignment every element is
+    """The same grid and order of sums with a short step along the contracted axis: without alignment every
+    element is
     a load of its own, and a long step would only spill registers.
     """
     tile = plan.tile
@@ -183,7 +187,8 @@ def lower_phase(
 
 
 def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowered]]]:
-    """Groups and their kernels. A reduction over several axes that the rest of its group does not walk as one run of
+    """Groups and their kernels. A reduction over several axes that the rest of its group does not walk as
+    one run of
     memory is put in a group of its own, over a dense operand.
     """
     alone: frozenset[str] = frozenset()

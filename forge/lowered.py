@@ -48,7 +48,9 @@ class Temp:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Steps of one group, in order. `template` names who made them, `bytes` is the memory traffic at the tuned size."""
+    """Steps of one group, in order. `template` names who made them, `bytes` is the memory traffic at the
+    tuned size.
+    """
 
     template: str
     steps: tuple[Launch | Call, ...]

@@ -85,7 +85,8 @@ def determinism(calls: Sequence[str], target: Target) -> str:
 
 
 def target_record(target: Target, toolchain: Mapping[str, Any]) -> dict[str, Any]:
-    """What the runtime needs to decide whether this machine can run the code. `min_driver` as CUDA counts (13000 is
+    """What the runtime needs to decide whether this machine can run the code. `min_driver` as CUDA counts
+    (13000 is
     13.0): an object of ELF ABI 8 is refused by older drivers.
     """
     known = asdict(target)

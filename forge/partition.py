@@ -1,6 +1,7 @@
 """Choose groups: every node of a phase graph lands in one fusion group, one extern step, or is a free view.
 
-Greedy in topological order: a node joins the latest group it can, preferring groups that make its operands, then groups
+Greedy in topological order: a node joins the latest group it can, preferring groups that make its operands,
+then groups
 that read the same values. Every refusal is kept for `explain`.
 """
 
@@ -63,7 +64,8 @@ def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset())
 
 
 def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group]) -> bool:
-    """A movement costs nothing when the group that makes its operand can follow it (a value of that group then), or
+    """A movement costs nothing when the group that makes its operand can follow it (a value of that group
+    then), or
     when it is a view of memory that exists anyway (users read the stored value through the view).
     """
     is_view = out.views[node.id].base != node.id
@@ -144,7 +146,9 @@ def _library_call(group: Group, node: Node, out: Partition) -> None:
     group.nodes.append(node)
     group.placements[node.id] = everywhere(group.space)
     out.externs.add(node.id)
-    out.refusals.append(Refusal(node.id, node.op, Rejected("extern", f"{node.op} has no template, a library call")))
+    out.refusals.append(
+        Refusal(node.id, node.op, Rejected("extern", f"{node.op} has no template, a library call"))
+    )
 
 
 def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
@@ -153,7 +157,8 @@ def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
         raise EsperError("E0530", f"no template lowers {node.op}: {why.reason}", node=node.id)
     if lowering_kind(node) == "reduction":
         raise EsperError(
-            "E0531", f"{node.op} over axes {node.attr('dims')} is not supported yet ({why.reason})", node=node.id,
+            "E0531", f"{node.op} over axes {node.attr('dims')} is not supported yet ({why.reason})",
+            node=node.id,
             hint="permute the operand so that the reduced axes are the last ones",
         )  # fmt: skip
     group.nodes.append(node)

@@ -59,7 +59,8 @@ def _plain(graph: Graph, apart: bool = False) -> Graph:
 
 
 def differentiate(work: Work) -> Work:
-    """Reverse mode on the graph as written: composites give their own gradients (softmax from its result, norms from
+    """Reverse mode on the graph as written: composites give their own gradients (softmax from its result,
+    norms from
     their statistics), then the joint graph of forward and gradients becomes primitives.
     """
     assert work.graph is not None

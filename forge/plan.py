@@ -1,23 +1,34 @@
-"""KernelPlan: the frozen, printable value between matching and text. What a kernel computes, and how it is tiled.
+"""KernelPlan: the frozen, printable value between matching and text. What a kernel computes, and how it is
+tiled.
 
-A kernel works on an iteration `space`, a tuple of sizes, outermost first; the last one is `cols`, the product of the
-others is `rows`. Every access gives a stride (in elements) per axis of the space, 0 where the operand is broadcast.
-A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per row), "c" (one per column), "".
+A kernel works on an iteration `space`, a tuple of sizes, outermost first; the last one is `cols`, the
+product of the
+others is `rows`. Every access gives a stride (in elements) per axis of the space, 0 where the operand is
+broadcast.
+A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per row), "c" (one per column),
+"".
 
 Program structure by schedule:
 
-    RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`, whole rows
+    RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`,
+    whole rows
                 (or every `programs`-th block of rows, see RowTile).
-                With `block_cols` >= cols the row stays in registers; otherwise the body runs in phases (see `phases`),
-                one sweep over the columns each. A "col" reduction adds the program's rows into one partial row,
+                With `block_cols` >= cols the row stays in registers; otherwise the body runs in phases (see
+                `phases`),
+                one sweep over the columns each. A "col" reduction adds the program's rows into one partial
+                row,
                 stored (float32) at row p of a [programs, cols] workspace.
     PointTile   program p owns `block` consecutive elements of the space (all axes, row-major). No reductions.
-    SumTile     `space` = (parts, cols): adds `parts` rows in ascending order per column (float32), in `block_cols`
+    SumTile     `space` = (parts, cols): adds `parts` rows in ascending order per column (float32), in
+    `block_cols`
                 columns a program; the body then runs on the "c" value named by the "col" reduction.
-    MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile: space = (m, n).
+    MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile: space =
+    (m, n).
 
-Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it is computed,
-reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending program order, and
+Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it
+is computed,
+reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending program order,
+and
 nothing that changes the split depends on the machine.
 """
 
@@ -29,15 +40,16 @@ from dataclasses import dataclass
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
 
-
 INDEX = ""
 """Buffer of an access that reads no memory: the value is the element's own address, an integer."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """A buffer read or written: element `offset` + sum of position x stride over the axes of the space; `partial` marks
-    the [programs, cols] workspace of a col reduction, addressed by program and column. With the buffer `INDEX` that
+    """A buffer read or written: element `offset` + sum of position x stride over the axes of the space;
+    `partial` marks
+    the [programs, cols] workspace of a col reduction, addressed by program and column. With the buffer
+    `INDEX` that
     number is itself the value: a position along an axis (stride 1) or a size (no strides, only the offset).
     """
 
@@ -66,7 +78,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Reduce:
-    """`axis` "row": over the columns, one value per row. "col": over the rows of the program, one value per column.
+    """`axis` "row": over the columns, one value per row. "col": over the rows of the program, one value per
+    column.
     `combine`: sum, max, min. The result is in the compute dtype of the argument.
     """
 
@@ -87,8 +100,10 @@ Stmt = Load | Compute | Reduce | Store
 
 @dataclass(frozen=True)
 class RowTile:
-    """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p + programs, ...) and
-    `rows_per_program` is unused; `reverse` takes them last to first (what the forward touched last is met in the
+    """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p +
+    programs, ...) and
+    `rows_per_program` is unused; `reverse` takes them last to first (what the forward touched last is met in
+    the
     cache first); `prefetch` loads a block while the one before is worked on.
     """
 
@@ -130,9 +145,12 @@ Tile = RowTile | PointTile | SumTile | MatmulTile
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are expressions of the
-    loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k / parts) rounded to
-    block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is left to a SumTile kernel.
+    """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are
+    expressions of the
+    loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k / parts)
+    rounded to
+    block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is left to a SumTile
+    kernel.
     """
 
     a: Access
@@ -143,7 +161,8 @@ class MatmulSpec:
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """`sizes`: the symbols the kernel takes as integer parameters, in order. Parameters of the kernel are: one pointer
+    """`sizes`: the symbols the kernel takes as integer parameters, in order. Parameters of the kernel are:
+    one pointer
     per distinct buffer in order of `buffers`, then `sizes` (32-bit, or 64-bit when `wide`).
     """
 
@@ -195,7 +214,9 @@ class KernelPlan:
         return out
 
     def store_axes(self, stmt: Store) -> str:
-        """Axes along which a store writes; its value may have fewer (a row's value written to every column)."""
+        """Axes along which a store writes; its value may have fewer (a row's value written to every
+        column).
+        """
         access = self.accesses[stmt.access]
         if access.partial:
             return "rc" if self.matmul else "c"
@@ -246,10 +267,17 @@ def _stmt(s: Stmt, accesses: tuple[Access, ...]) -> str:
     return f"{s.name}: {s.dtype.value} = {render(s.expr, lambda i: s.args[i])}"
 
 
+def next_pow2(n: int) -> int:
+    """Smallest power of two that is at least n (n >= 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Phase:
-    """One sweep over the columns of a row: `full` statements run per element, then the `reduces` are complete and the
-    `scalars` (per-row statements that became computable) run once. Full values are recomputed in every phase that
+    """One sweep over the columns of a row: `full` statements run per element, then the `reduces` are
+    complete and the
+    `scalars` (per-row statements that became computable) run once. Full values are recomputed in every phase
+    that
     needs them; loads of full values repeat (the row is in cache).
     """
 
@@ -261,7 +289,8 @@ class Phase:
 def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     """Split a RowTile body for a sweep-by-sweep spelling: (statements before any sweep, sweeps in order).
 
-    Row reductions whose arguments depend on no other unfinished row reduction share a sweep. Stores of full values and
+    Row reductions whose arguments depend on no other unfinished row reduction share a sweep. Stores of full
+    values and
     col reductions happen in the last sweep; stores of row values as soon as they are known.
     """
     axes = plan.axes()
@@ -312,7 +341,9 @@ def _phase(
 ) -> Phase:
     reduces = tuple(s for s in plan.body if isinstance(s, Reduce) and row_level.get(s.name) == depth + 1)
     full = _needed(plan, axes, {r.arg for r in reduces})
-    scalars = tuple(s for s in plan.body if _is_row_stmt(plan, s, axes) and _stmt_level(s, level) == depth + 1)
+    scalars = tuple(
+        s for s in plan.body if _is_row_stmt(plan, s, axes) and _stmt_level(s, level) == depth + 1
+    )
     return Phase(full, reduces, scalars)
 
 

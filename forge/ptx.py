@@ -45,7 +45,9 @@ def entries(ptx: str) -> tuple[Entry, ...]:
 
 
 def join(modules: list[str]) -> str:
-    """One module with all entries. Module-level symbols get the entry's name, shared memory is declared once."""
+    """One module with all entries. Module-level symbols get the entry's name, shared memory is declared
+    once.
+    """
     header = _headers(modules[0])
     bodies: list[str] = []
     shared: list[str] = []

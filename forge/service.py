@@ -33,7 +33,9 @@ from runtime.sandbox import levels_here
 
 @dataclass(frozen=True)
 class CompileResult:
-    """One artifact as stored. `seconds` by step of the pipeline and "total"; `kernels` and `externs` count steps."""
+    """One artifact as stored. `seconds` by step of the pipeline and "total"; `kernels` and `externs` count
+    steps.
+    """
 
     artifact_id: str
     blueprint_id: str
@@ -147,7 +149,9 @@ def kernel_text(work: Work) -> str:
 
 
 def key_differences(library: Library, first: str, second: str) -> list[dict[str, Any]]:
-    """Fields of the key (blueprint, target, pipeline, toolchain, interface, choices) in which two artifacts differ."""
+    """Fields of the key (blueprint, target, pipeline, toolchain, interface, choices) in which two artifacts
+    differ.
+    """
     a, b = (
         library.load(library.resolve(i).id, allow_unvalidated=True).container.manifest
         for i in (first, second)

@@ -1,4 +1,6 @@
-"""Kernel plans to machine code, in sandboxed workers: Triton text -> PTX -> cubin, or C text -> shared object."""
+"""Kernel plans to machine code, in sandboxed workers: Triton text -> PTX -> cubin, or C text -> shared
+object.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def build(kernels: Kernels, target: Target) -> Built:
     return _build_c(sources, target) if target.kind == "cpu" else _build_triton(sources, target)
 
 
-# C -----------------------------------------------------------------------------------------------------------------------
+# C ------------------------------------------------------------------------------------------------
 
 
 def _build_c(sources: tuple[KernelSource, ...], target: Target) -> Built:
@@ -61,7 +63,7 @@ def _params(plan: KernelPlan) -> tuple[Param, ...]:
     return tuple(out)
 
 
-# Triton ------------------------------------------------------------------------------------------------------------------
+# Triton -------------------------------------------------------------------------------------------
 
 
 def request(sources: tuple[KernelSource, ...], target: Target) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def request(sources: tuple[KernelSource, ...], target: Target) -> dict[str, Any]
 def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
     plan = source.plan
     signature = {f"p_{i}": POINTER_TYPE[d] for i, d in enumerate(plan.buffer_dtypes)}
-    signature |= {name: "i64" if plan.wide else "i32" for name in plan.sizes}
+    signature |= dict.fromkeys(plan.sizes, "i64" if plan.wide else "i32")
     pointers = range(len(plan.buffers)) if source.variant == "a" else ()
     sizes = range(len(plan.buffers), len(signature)) if source.divisible_sizes else ()
     stages = 1 if isinstance(plan.tile, RowTile) else getattr(plan.tile, "stages", 1)
@@ -135,7 +137,9 @@ def _compile_parallel(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _checked(source: KernelSource, declared: dict[str, tuple[Param, ...]]) -> tuple[Param, ...]:
-    """Our parameter table against the entry's: same sizes and offsets, then the two scratch pointers of the ABI."""
+    """Our parameter table against the entry's: same sizes and offsets, then the two scratch pointers of the
+    ABI.
+    """
     ours = _params(source.plan)
     theirs = declared.get(source.plan.name, ())
     same = [(p.offset, p.size) for p in ours] == [(p.offset, p.size) for p in theirs[: len(ours)]]

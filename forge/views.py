@@ -1,4 +1,6 @@
-"""Movement without arithmetic as strided views, so that it costs nothing where a kernel can read through it."""
+"""Movement without arithmetic as strided views, so that it costs nothing where a kernel can read through
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ZERO = Dim()
 
 @dataclass(frozen=True)
 class View:
-    """`base` (a value with memory of its own) read from element `offset` on with `strides` in elements, one per axis
+    """`base` (a value with memory of its own) read from element `offset` on with `strides` in elements, one
+    per axis
     of `shape`.
     """
 

@@ -16,7 +16,9 @@ from library.launch import Kernel
 
 @dataclass(frozen=True)
 class Built:
-    """Machine code: blobs as (name, kind, bytes), kernel records, texts kept beside the artifact, versions used."""
+    """Machine code: blobs as (name, kind, bytes), kernel records, texts kept beside the artifact, versions
+    used.
+    """
 
     blobs: tuple[tuple[str, str, bytes], ...]
     kernels: tuple[Kernel, ...]

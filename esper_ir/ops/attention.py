@@ -222,7 +222,7 @@ def _rotated(emit: Emit, x: Val, cos: Val, sin: Val) -> Val:
     pairs = _halves(emit, x)
     other = emit("reverse", pairs, dim=-2)
     out = emit("add", emit("mul", up(emit, pairs), cos), emit("mul", up(emit, other), _signed(emit, sin)))
-    return to(emit, emit("reshape", out, shape=x.type.shape), x.type.dtype)
+    return emit("reshape", to(emit, out, x.type.dtype), shape=x.type.shape)
 
 
 def _expand_rope(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:

@@ -42,7 +42,6 @@ FULL = OpDef(
 )
 
 
-
 def _infer_arange(operands: Sequence[TensorType | Number], attrs: Attrs) -> tuple[TensorType, ...]:
     dtype, end = attrs["dtype"], attrs["end"]
     if dtype not in (DType.int64, DType.int32):

@@ -1,6 +1,7 @@
 """KernelPlan -> Triton text. Every value lives in its compute type; loads convert up, stores convert down.
 
-Tiles are two-dimensional, [rows, columns]; a value that depends on one axis keeps size 1 on the other. PointTile
+Tiles are two-dimensional, [rows, columns]; a value that depends on one axis keeps size 1 on the other.
+PointTile
 kernels are one-dimensional.
 """
 
@@ -40,12 +41,7 @@ def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:
     return out.w.text()
 
 
-def next_pow2(n: int) -> int:
-    """Smallest power of two that is at least n (n >= 1)."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-# PointTile -------------------------------------------------------------------------------------------------------------
+# PointTile ----------------------------------------------------------------------------------------
 
 
 def _points(k: Kernel, tile: PointTile) -> None:
@@ -71,22 +67,28 @@ def _points(k: Kernel, tile: PointTile) -> None:
             k.compute(s)
 
 
-# SumTile ---------------------------------------------------------------------------------------------------------------
+# SumTile ------------------------------------------------------------------------------------------
 
 
 def _sums(k: Kernel, tile: SumTile) -> None:
-    """Ascending parts, `block_parts` at a time kept apart in registers, then folded: the order is fixed by the tile."""
+    """Ascending parts, `block_parts` at a time kept apart in registers, then folded: the order is fixed by
+    the tile.
+    """
     w = k.w
     parts, cols = k.plan.space
     w.line(
-        f"col = tl.program_id(0).to({k.index_type}) * {tile.block_cols} + tl.arange(0, {tile.block_cols})[None, :]"
+        f"col = tl.program_id(0).to({k.index_type}) * {tile.block_cols}"
+        f" + tl.arange(0, {tile.block_cols})[None, :]"
     )
     w.line(f"col_ok = col < {dim_text(cols)}")
     reduces = [s for s in k.plan.body if isinstance(s, Reduce)]
     feeding = {r.arg for r in reduces}
     shape = f"[{tile.block_parts}, {tile.block_cols}]"
     for r in reduces:
-        w.line(f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])}, {TRITON_TYPE[k.dtypes[r.name]]})")
+        w.line(
+            f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
+            f" {TRITON_TYPE[k.dtypes[r.name]]})"
+        )
     with w.block(f"for start in tl.range(0, {dim_text(parts)}, {tile.block_parts}):"):
         w.line(f"row = start + tl.arange(0, {tile.block_parts})[:, None]")
         w.line(f"ok = (row < {dim_text(parts)}) & col_ok")
@@ -103,7 +105,7 @@ def _sums(k: Kernel, tile: SumTile) -> None:
             statement(k, s, ["0", "col"], {"r": "", "c": "col_ok"})
 
 
-# MatmulTile ------------------------------------------------------------------------------------------------------------
+# MatmulTile ---------------------------------------------------------------------------------------
 
 
 def _matmul(k: Kernel, tile: MatmulTile) -> None:

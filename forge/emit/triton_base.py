@@ -39,7 +39,7 @@ class Kernel:
         self.pointer = {b: f"p_{i}" for i, b in enumerate(self.plan.buffers)}
         self.index_type = "tl.int64" if self.plan.wide else "tl.int32"
 
-    # Addresses -----------------------------------------------------------------------------------------------------
+    # Addresses ------------------------------------------------------------------------------------
 
     def offset(self, access: Access, index: list[str]) -> str:
         """Element offset; an axis with stride 0 does not appear."""
@@ -114,7 +114,7 @@ class Kernel:
             return name
         return f"tl.broadcast_to({name}, [{tile.block_rows}, {tile.block_cols}])"
 
-    # Masks ---------------------------------------------------------------------------------------------------------
+    # Masks ----------------------------------------------------------------------------------------
 
     def mask(self, axes: str, masks: dict[str, str]) -> str:
         return " & ".join(masks[a] for a in ("r", "c") if a in axes and masks.get(a))

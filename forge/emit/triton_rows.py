@@ -46,7 +46,9 @@ def _row_lines(k: Kernel, tile: RowTile, step: str, prefix: str = "") -> None:
 
 
 def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
-    """The program's columns stay in registers: all of them, or (no row reduction) the block of grid axis 1."""
+    """The program's columns stay in registers: all of them, or (no row reduction) the block of grid axis
+    1.
+    """
     w, block = k.w, tile.block_cols
     first = "" if whole else f"tl.program_id(1).to({k.index_type}) * {block} + "
     w.line(f"col = {first}tl.arange(0, {block})[None, :]")
@@ -60,7 +62,10 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     folded = tile.warps * 32 * VECTOR <= block
     for s in sums:
         shape = f"[{1 if folded else tile.block_rows}, {block}]"
-        w.line(f"{s.name}_acc = tl.full({shape}, {identity(s.combine, k.dtypes[s.name])}, {TRITON_TYPE[k.dtypes[s.name]]})")
+        w.line(
+            f"{s.name}_acc = tl.full({shape}, {identity(s.combine, k.dtypes[s.name])},"
+            f" {TRITON_TYPE[k.dtypes[s.name]]})"
+        )
     finished = {s.name for s in sums}
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
     _loop(k, tile, work, col_mask, folded)
@@ -149,7 +154,8 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
         for r in sweep.reduces:
             shape = f"[{tile.block_rows}, {tile.block_cols}]"
             w.line(
-                f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])}, {TRITON_TYPE[k.dtypes[r.name]]})"
+                f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
+                f" {TRITON_TYPE[k.dtypes[r.name]]})"
             )
         with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
             w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")

@@ -1,6 +1,7 @@
 """The only table of how scalar primitives are spelled in Triton, for the GPU and for its interpreter.
 
-The interpreter has no libdevice and computes bfloat16 wrongly: there every value is float32, and rounding to bfloat16
+The interpreter has no libdevice and computes bfloat16 wrongly: there every value is float32, and rounding to
+bfloat16
 is integer arithmetic on the bits.
 """
 
@@ -15,8 +16,10 @@ from esper_ir.types import DType
 COMMON: dict[str, str] = {
     "neg": "(-{0})", "abs": "tl.abs({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})",
-    "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})", "gt": "({0} > {1})",
-    "ge": "({0} >= {1})", "and": "(({0} != 0) & ({1} != 0))", "or": "(({0} != 0) | ({1} != 0))", "xor": "(({0} != 0) ^ ({1} != 0))",
+    "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})",
+    "gt": "({0} > {1})",
+    "ge": "({0} >= {1})", "and": "(({0} != 0) & ({1} != 0))",
+    "or": "(({0} != 0) | ({1} != 0))", "xor": "(({0} != 0) ^ ({1} != 0))",
     "not": "({0} == 0)",
     "isnan": "({0} != {0})", "where": "tl.where({0}, {1}, {2})", "sign": "_sign({0})",
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
@@ -25,7 +28,8 @@ COMMON: dict[str, str] = {
     "div": "_div({0}, {1})", "sqrt": "_sqrt({0})",
 }  # fmt: skip
 ONE_OPERAND = (
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "sinh",
+    "cosh",
     "tanh", "asinh", "acosh", "atanh", "erfc", "trunc",
 )  # fmt: skip
 # Accurate to an ulp or two, as torch's kernels are; tl.exp and friends are the approximate instructions.
@@ -141,7 +145,11 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> st
     if isinstance(expr, Arg):
         return args[expr.index]
     if isinstance(expr, Const):
-        return f"tl.full({alone}, {_constant(expr.value)}, {_number_type(expr)})" if alone else _constant(expr.value)
+        return (
+            f"tl.full({alone}, {_constant(expr.value)}, {_number_type(expr)})"
+            if alone
+            else _constant(expr.value)
+        )
     if isinstance(expr, Cast):
         return rounded(spell(expr.arg, args, interpreted, alone), expr.dtype)
     if expr.name == "div" and isinstance(expr.args[0], Const) and not alone:

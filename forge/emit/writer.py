@@ -34,7 +34,7 @@ class Writer:
 
 
 def dim_text(dim: Dim) -> str:
-    """Integer expression of a dim in Python-like syntax (sizes are non-negative, so // floors in C as well)."""
+    """Integer expression of a dim in Python-like syntax, in parentheses unless it is one word."""
     if not dim.terms:
         return "0"
     parts = []
@@ -42,7 +42,7 @@ def dim_text(dim: Dim) -> str:
         atoms = [a if isinstance(a, str) else _floordiv(a) for a in monomial]
         factors = ([str(coefficient)] if coefficient != 1 or not atoms else []) + atoms
         parts.append(" * ".join(factors))
-    return parts[0] if len(parts) == 1 else "(" + " + ".join(parts) + ")"
+    return parts[0] if len(parts) == 1 and " " not in parts[0] else "(" + " + ".join(parts) + ")"
 
 
 def _floordiv(atom: FloorDiv) -> str:

@@ -1,4 +1,6 @@
-"""Split a joint graph into what runs when: forward (with saved values), inference, and one backward per wanted set."""
+"""Split a joint graph into what runs when: forward (with saved values), inference, and one backward per
+wanted set.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from forge.views import is_dense, views
 class Phase:
     """`graph.outputs` are, in order: results then saved (forward), results (inference), gradients (backward).
 
-    `gradients` maps each wanted name to its value; two names may share one. `saved` names the forward's values.
+    `gradients` maps each wanted name to its value; two names may share one. `saved` names the forward's
+    values.
     """
 
     name: str
@@ -85,7 +88,8 @@ def _owned(
     graph: Graph, outputs: tuple[str, ...], shared: frozenset[str], apart: bool
 ) -> tuple[Graph, tuple[str, ...]]:
     """Give memory of its own to every output (a view, a leaf or a number is copied, unless the leaf is in
-    `shared`), to numbers that a contraction or a reduction reads, and to what is reshaped without being a view.
+    `shared`), to numbers that a contraction or a reduction reads, and to what is reshaped without being a
+    view.
 
     With `apart` no two outputs share it.
     """

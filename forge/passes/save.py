@@ -1,9 +1,13 @@
-"""Which forward values the backward keeps: a minimum cut over the joint graph, priced in bytes of memory traffic.
+"""Which forward values the backward keeps: a minimum cut over the joint graph, priced in bytes of memory
+traffic.
 
-An edge's capacity is what saving that value costs: a leaf is in memory anyway and is only read again (its bytes once), a
-computed value is written and read (twice). Contractions and reductions are never recomputed; pointwise values and views
+An edge's capacity is what saving that value costs: a leaf is in memory anyway and is only read again (its
+bytes once), a
+computed value is written and read (twice). Contractions and reductions are never recomputed; pointwise
+values and views
 are recomputed for nothing, since they land in a kernel that reads their operands anyway.
-Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form is that of
+Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form is that
+of
 torch's functorch partitioner.)
 """
 
@@ -20,7 +24,9 @@ RECOMPUTED = ("pointwise", "movement", "creation")
 
 
 def saved_values(joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the prices."""
+    """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
+    prices.
+    """
     late = depends_on(joint, cotangents)
     needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
     needed |= {o for o in joint.outputs if o in needed}

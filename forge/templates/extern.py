@@ -1,4 +1,6 @@
-"""Library calls: products as `mm` on two matrices or `bmm` on two stacks of them, and operators without a template."""
+"""Library calls: products as `mm` on two matrices or `bmm` on two stacks of them, and operators without a
+template.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def template(node: Node) -> str:
 
 
 def sides(node: Node, graph: Graph, views: Mapping[str, View]) -> tuple[View, ...]:
-    """The operands as the library will read them; of a product both of rank 2, or both with the batch axes of the
+    """The operands as the library will read them; of a product both of rank 2, or both with the batch axes
+    of the
     result.
     """
     if template(node):
@@ -52,7 +55,8 @@ def _batched(view: View, batch: tuple[Dim, ...]) -> View:
 
 
 def operand(view: View, node: Node) -> Operand:
-    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense when it is
+    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense
+    when it is
     none.
     """
     flat = view if template(node) else _one_batch(view)
@@ -95,7 +99,9 @@ def call(node: Node, operands: Sequence[Operand]) -> Call:
 
 
 def _scalars(node: Node) -> dict[str, Any]:
-    """Attributes as JSON scalars: numbers of a tuple joined by commas. Shapes are left out, the results have them."""
+    """Attributes as JSON scalars: numbers of a tuple joined by commas. Shapes are left out, the results have
+    them.
+    """
     out: dict[str, Any] = {}
     for name, value in node.attrs:
         attr = OPS[node.op].attr(name)

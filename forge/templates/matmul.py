@@ -1,6 +1,7 @@
 """Contractions: a tiled product with what follows folded in, or a library call.
 
-Weight gradients have a long contracted axis and few output tiles: their sum is split in a fixed number of parts, written
+Weight gradients have a long contracted axis and few output tiles: their sum is split in a fixed number of
+parts, written
 in float32 and added in ascending order by a second kernel, which then runs the epilogue.
 """
 
@@ -12,9 +13,19 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Node
 from esper_ir.types import Dim
 from forge.body import collapse
-from forge.emit.triton import next_pow2
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
-from forge.plan import Access, KernelPlan, Load, MatmulSpec, MatmulTile, Reduce, Stmt, Store, SumTile
+from forge.plan import (
+    Access,
+    KernelPlan,
+    Load,
+    MatmulSpec,
+    MatmulTile,
+    Reduce,
+    Stmt,
+    Store,
+    SumTile,
+    next_pow2,
+)
 from forge.templates.rows import RowsInput
 from forge.views import ONE, View
 
@@ -58,9 +69,7 @@ def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]
     while len(space) < 2:
         outer = len(space) == 1 and not narrow
         space = (ONE, *space) if outer else (*space, ONE)
-        accesses = [
-            replace(x, strides=(ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses
-        ]
+        accesses = [replace(x, strides=(ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses]
     return (space[0], space[1]), accesses
 
 
@@ -88,8 +97,11 @@ def _far(given: RowsInput, space: tuple[Dim, Dim], spec: MatmulSpec) -> bool:
 
 
 def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
-    """A prior by shape: tiles no larger than the product, the contracted axis split when tiles cannot fill a card."""
-    # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch, short.
+    """A prior by shape: tiles no larger than the product, the contracted axis split when tiles cannot fill a
+    card.
+    """
+    # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch,
+    # short.
     wide = 128 if k > 512 and m >= 4096 else 64
     block_n = min(max(next_pow2(n), 16), wide)
     block_m = min(max(next_pow2(m), 16), wide)

@@ -1,7 +1,9 @@
 """Rows: pointwise work with reductions along rows, down columns, or both, one pass over the data.
 
-A program owns a fixed block of rows. Column results (weight gradients of norms, bias gradients) are kept per program in
-registers and written once as a partial row; a second kernel adds the partial rows in ascending order. The number of
+A program owns a fixed block of rows. Column results (weight gradients of norms, bias gradients) are kept per
+program in
+registers and written once as a partial row; a second kernel adds the partial rows in ascending order. The
+number of
 partial rows depends on the number of rows alone.
 """
 
@@ -19,7 +21,6 @@ from esper_ir.registry import OPS
 from esper_ir.scalar import Arg, Const, substitute
 from esper_ir.types import Dim, DType
 from forge.body import Body, collapse, finish_reduction
-from forge.emit.triton import next_pow2
 from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
 from forge.plan import (
@@ -35,6 +36,7 @@ from forge.plan import (
     Store,
     SumTile,
     Tile,
+    next_pow2,
 )
 from forge.target import Target
 from forge.tune.journal import Choices, choice_key
@@ -42,10 +44,12 @@ from forge.views import ONE
 
 ZERO = Dim()
 TILE = 4096
-# Programs that share the rows when columns are reduced: about one a multiprocessor of a large card, and the number of
+# Programs that share the rows when columns are reduced: about one a multiprocessor of a large card, and the
+# number of
 # partial rows. A constant, so that results do not depend on the card.
 PROGRAMS = 128
-# Rows that one program adds in float32 before the float64 sum of the partial rows: the error of a running sum grows
+# Rows that one program adds in float32 before the float64 sum of the partial rows: the error of a running
+# sum grows
 # with the root of its length, and eager's own sums are trees.
 ADDED_ROWS = 16
 
@@ -151,7 +155,8 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
 
 
 def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
-    """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn, last first,
+    """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn,
+    last first,
     the next block loaded while one is worked on; else one block of rows a program.
     """
     row_reduce, col_reduce = reduces(given.body.stmts)
@@ -165,7 +170,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
         wide = min(wide, 512 if col_reduce else 1024)
     if not col_reduce:
         block = max(min(TILE // wide, 64), 1)
-        return RowTile(block, block, wide, next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8)))
+        return RowTile(
+            block, block, wide, next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
+        )
     rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
     across = 1 if row_reduce else -(-cols // wide)
     block, warps = _both_axes(wide)
@@ -174,7 +181,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
 
 
 def _both_axes(wide: int) -> tuple[int, int]:
-    """(rows of a block, warps): a thread owns 8 columns of every row of the block where a row is long enough, so that
+    """(rows of a block, warps): a thread owns 8 columns of every row of the block where a row is long
+    enough, so that
     the sum down the block needs no exchange between warps.
     """
     if wide >= 4096:

@@ -1,6 +1,7 @@
 """The tuning journal: every tile that was chosen, under the content of what it was chosen for, and why.
 
-Replaying a journal makes the same choices, so the same artifact id; entries of it that no longer fit are refused.
+Replaying a journal makes the same choices, so the same artifact id; entries of it that no longer fit are
+refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ def choice_key(
     arch: str, space: tuple[Dim, ...], accesses: tuple[Access, ...], body: tuple[Stmt, ...], more: object,
     sizes: Mapping[str, int],
 ) -> str:  # fmt: skip
-    """sha256 over what a tile is chosen for: the work, the architecture, the sizes. Names of buffers are left out."""
+    """sha256 over what a tile is chosen for: the work, the architecture, the sizes. Names of buffers are
+    left out.
+    """
     order = {a.buffer: i for i, a in reversed(list(enumerate(accesses)))}
-    walked = [(order[a.buffer], a.dtype.value, [str(s) for s in (*a.strides, a.offset)], a.partial) for a in accesses]
+    walked = [
+        (order[a.buffer], a.dtype.value, [str(s) for s in (*a.strides, a.offset)], a.partial)
+        for a in accesses
+    ]
     text = repr((arch, [str(s) for s in space], walked, body, more, sorted(sizes.items())))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -76,4 +82,6 @@ def _tile(key: str, row: object) -> Tile:
 
 
 def _bad(what: str) -> EsperError:
-    return EsperError("E0514", f"tuning journal: {what}", hint="use a journal.json of an artifact", exit_code=EXIT_USAGE)
+    return EsperError(
+        "E0514", f"tuning journal: {what}", hint="use a journal.json of an artifact", exit_code=EXIT_USAGE
+    )

@@ -1,4 +1,6 @@
-"""Random blueprints of pointwise work, reductions, movement and products, for laws that hold of every graph."""
+"""Random blueprints of pointwise work, reductions, movement and products, for laws that hold of every
+graph.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Grower:
             at = self.choice.randrange(rank - 1)
             return self.b.op("flatten", x, start_dim=at, end_dim=at + 1)
         lead = self.choice.choice((2, self.rows))
-        return self.b.op("expand", x, shape=[str(lead) if lead is self.rows else 2, *map(_size, x.type.shape)])
+        return self.b.op(
+            "expand", x, shape=[str(lead) if lead is self.rows else 2, *map(_size, x.type.shape)]
+        )
 
     def product(self) -> Value:
         x = self.any()

@@ -1,9 +1,12 @@
-"""Plans run through Triton's interpreter, step by step, on CPU tensors. Start the process with TRITON_INTERPRET=1.
+"""Plans run through Triton's interpreter, step by step, on CPU tensors. Start the process with
+TRITON_INTERPRET=1.
 
     TRITON_INTERPRET=1 python -m tests.forge.interpreted CASES
 
-CASES is JSON: a case or a list of them, {"path": blueprint, "sizes": {"64": 32}, "dims": {"rows": 37}} with optional
-"target" and "variant" ("g" general, "a" aligned), or {"seed": 7, "dtype": "float32"} for a random graph. Printed is a
+CASES is JSON: a case or a list of them, {"path": blueprint, "sizes": {"64": 32}, "dims": {"rows": 37}} with
+optional
+"target" and "variant" ("g" general, "a" aligned), or {"seed": 7, "dtype": "float32"} for a random graph.
+Printed is a
 list with, per case, each result's distance from float64 and from eager, and the number of programs launched.
 """
 
@@ -31,7 +34,6 @@ from library.launch import KernelStep, evaluate
 from tests.forge.dags import blueprint as random_blueprint
 from tests.forge.whole import Machine, Sizes, close, compared, rms
 
-
 TUNED = 256  # a few programs share the rows, not as many as a card has
 
 
@@ -46,7 +48,8 @@ def load_kernel(source: str, name: str) -> Any:
 
 
 class Interpreter(Machine):
-    """The general variants ("g") of kernels, or the aligned ones ("a") where there are any. Of the backward plans only
+    """The general variants ("g") of kernels, or the aligned ones ("a") where there are any. Of the backward
+    plans only
     the one with every gradient: each program takes milliseconds.
     """
 

@@ -52,7 +52,7 @@ def stored(library: Path) -> list[Path]:
     return [p for part in ("objects", "staging") for p in (library / part).rglob("*") if p.is_file()]
 
 
-# Commands ------------------------------------------------------------------------------------------------------------
+# Commands -----------------------------------------------------------------------------------------
 
 
 def test_compile_prints_the_id_and_stores_the_artifact(esper_library: Path, tmp_path: Path) -> None:
@@ -73,7 +73,10 @@ def test_compile_takes_directories_globs_and_standard_input(esper_library: Path,
     written(tmp_path)
     ids = set()
     for words in ([str(tmp_path)], [str(tmp_path / "*.json")]):
-        ids |= {a["artifact_id"] for a in document(run("compile", *words, "--target", "cpu", "--json"))["artifacts"]}
+        ids |= {
+            a["artifact_id"]
+            for a in document(run("compile", *words, "--target", "cpu", "--json"))["artifacts"]
+        }
     piped = run("compile", "-", "--target", "cpu", "--json", text=json.dumps(SMALL))
     ids |= {a["artifact_id"] for a in document(piped)["artifacts"]}
     assert len(ids) == 1
@@ -147,7 +150,7 @@ def test_doctor_without_a_compiler_says_so(
     assert not rows["c compiler"]["ok"] and "E0520" in rows["c compiler"]["found"]
 
 
-# Bad input -----------------------------------------------------------------------------------------------------------
+# Bad input ----------------------------------------------------------------------------------------
 
 
 def two_nodes(first: dict[str, Any], second: dict[str, Any]) -> Change:
@@ -169,7 +172,9 @@ BAD: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_blueprints_are_named_and_nothing_is_written(name: str, esper_library: Path, tmp_path: Path) -> None:
+def test_bad_blueprints_are_named_and_nothing_is_written(
+    name: str, esper_library: Path, tmp_path: Path
+) -> None:
     change, code, word = BAD[name]
     found = run("compile", written(tmp_path, change), "--target", "h100", "--json")
     made = document(found)
@@ -179,7 +184,9 @@ def test_bad_blueprints_are_named_and_nothing_is_written(name: str, esper_librar
     assert stored(esper_library) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", json.dumps(SMALL)[:-20], "[]", '{"format": "esper-blueprint/1"}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", json.dumps(SMALL)[:-20], "[]", '{"format": "esper-blueprint/1"}', "\xff"]
+)
 def test_text_that_is_no_blueprint(text: str, esper_library: Path) -> None:
     found = run("compile", "-", "--target", "h100", "--json", text=text)
     errors = document(found)["errors"]

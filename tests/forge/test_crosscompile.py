@@ -62,16 +62,21 @@ def check(name: str) -> None:
         if target.kind == "hip":
             assert kind == "hsaco" and machine == ELF_AMD
         else:
-            # Where the architecture stands in the flags depends on the ABI; 12.x writes it in one of two bytes.
+            # Where the architecture stands in the flags depends on the ABI; 12.x writes it in one of two
+            # bytes.
             assert kind == "cubin" and machine == ELF_CUDA
             assert target.capability in (flags & 0xFF, (flags >> 8) & 0xFF), hex(flags)
     phases = {low.phase.name for low in work.lowerings}
-    assert phases == {"inference", "forward", "backward"} and len(work.built.kernels) == len(work.kernels.by_key)
+    assert phases == {"inference", "forward", "backward"} and len(work.built.kernels) == len(
+        work.kernels.by_key
+    )
     assert work.container and work.manifest["target"]["name"] == name
 
 
 def test_h100_has_the_parameter_table_of_its_ptx() -> None:
-    """What the manifest says of every entry is what stands in the module, with the two scratch pointers behind."""
+    """What the manifest says of every entry is what stands in the module, with the two scratch pointers
+    behind.
+    """
     work = built("h100")
     assert work.built is not None
     found = {e.name: e.params for e in entries(work.built.side_files["module.ptx"].decode())}
@@ -79,7 +84,9 @@ def test_h100_has_the_parameter_table_of_its_ptx() -> None:
     assert found.keys() == {k.entry for k in kernels}
     for kernel in kernels:
         theirs = found[kernel.entry]
-        assert [(p.offset, p.size) for p in kernel.params] == [(p.offset, p.size) for p in theirs[: len(kernel.params)]]
+        assert [(p.offset, p.size) for p in kernel.params] == [
+            (p.offset, p.size) for p in theirs[: len(kernel.params)]
+        ]
         assert len(theirs) == len(kernel.params) + SCRATCH_POINTERS == len(kernel.params) + kernel.scratch
         assert kernel.warps in (1, 2, 4, 8, 16) and kernel.registers > 0 and kernel.spills == 0
     ((_, _, cubin),) = work.built.blobs

@@ -218,9 +218,19 @@ def a_reduction_over_axes_that_an_operand_does_not_walk_as_one(b: Builder) -> Ou
 
 @case
 def integers(b: Builder) -> Outputs:
-    x, y, z = b.input("x", "int32", ["rows", 9]), b.input("y", "int64", [9]), b.input("z", "int8", ["rows", 9])
+    x, y, z = (
+        b.input("x", "int32", ["rows", 9]),
+        b.input("y", "int64", [9]),
+        b.input("z", "int8", ["rows", 9]),
+    )
     u = b.input("u", "uint8", ["rows", 9])
-    sums = (b.sum(x, dims=[1]), b.sum(z, dims=[0]), b.amax(z, dims=[1]), b.amin(u, dims=[1]), b.amax(x, dims=[0]))
+    sums = (
+        b.sum(x, dims=[1]),
+        b.sum(z, dims=[0]),
+        b.amax(z, dims=[1]),
+        b.amin(u, dims=[1]),
+        b.amax(x, dims=[0]),
+    )
     return b.mul(x, y), b.add(z, u), *sums
 
 
@@ -257,14 +267,18 @@ def test_plans_mean_what_the_graph_means(name: str, target: str) -> None:
         check(blueprint, {"rows": rows} if "rows" in blueprint.dims else {}, target)
 
 
-@pytest.mark.parametrize("name", ["rms_residual", "integers", "truths", "numbers", "sums_over_every_choice_of_axes"])
+@pytest.mark.parametrize(
+    "name", ["rms_residual", "integers", "truths", "numbers", "sums_over_every_choice_of_axes"]
+)
 def test_as_c_they_mean_the_same(name: str) -> None:
     blueprint = made(CASES[name])
     for rows in (1, 70):
         check(blueprint, {"rows": rows}, "cpu", "c")
 
 
-SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SETTINGS = settings(
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 
 
 @SETTINGS
@@ -312,7 +326,9 @@ def test_only_what_is_differentiable_gets_a_gradient(wanted: list[str]) -> None:
     blueprint = b.build(b.mul(leaves["x"], leaves["w"]), differentiable=[leaves[n] for n in wanted])
     work = check(blueprint, {})
     assert (list(work.joint.gradients) if work.joint else []) == wanted
-    assert {low.phase.name for low in work.lowerings} == ({"inference", "forward", "backward"} if wanted else {"inference"})
+    assert {low.phase.name for low in work.lowerings} == (
+        {"inference", "forward", "backward"} if wanted else {"inference"}
+    )
 
 
 def test_indices_past_int32_are_64_bits_wide() -> None:

@@ -47,7 +47,7 @@ def plans(work: Work, low: PhaseLowering) -> list[KernelPlan]:
     return [known[s.variants[-1].kernel] for s in steps]
 
 
-# Views ---------------------------------------------------------------------------------------------------------------
+# Views --------------------------------------------------------------------------------------------
 
 
 def strides(view: View) -> list[str]:
@@ -71,7 +71,7 @@ def test_movement_is_strides() -> None:
     assert [str(d) for d in dense_strides((Dim.of(2), Dim.of(1), Dim.of(3)))] == ["3", "0", "1"]
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
+# Groups -------------------------------------------------------------------------------------------
 
 
 def groups(b: GraphBuilder, *outputs: object) -> list[set[str]]:
@@ -114,7 +114,9 @@ def test_float32_products_are_library_calls_that_nothing_joins() -> None:
 
 
 def test_a_node_between_two_groups_keeps_them_apart() -> None:
-    """max -> product -> subtract: joining the first and the last would need the product before it is there."""
+    """max -> product -> subtract: joining the first and the last would need the product before it is
+    there.
+    """
     b = builder(x=(F, ["rows", 16]), w=(F, [16, 16]))
     x = b.value("x")
     top = b("sub", x, b("amax", x, dims=(1,), keepdim=True))
@@ -137,7 +139,7 @@ def test_groups_come_in_an_order_in_which_they_can_run() -> None:
             made |= own
 
 
-# The examples --------------------------------------------------------------------------------------------------------
+# The examples -------------------------------------------------------------------------------------
 
 
 def test_norm_of_a_sum_forward_is_one_kernel() -> None:
@@ -170,7 +172,9 @@ def test_mlp_backward_is_four_products_with_the_activation_in_an_epilogue() -> N
     made = plans(work, phase(work, "backward"))
     products = [p for p in made if isinstance(p.tile, MatmulTile)]
     assert len(products) == 4
-    assert len(made) - len(products) == sum(p.tile.split_k > 1 for p in products if isinstance(p.tile, MatmulTile))
+    assert len(made) - len(products) == sum(
+        p.tile.split_k > 1 for p in products if isinstance(p.tile, MatmulTile)
+    )
     assert any("erf" in str(p) for p in products), "gelu' is computed where its cotangent is made"
 
 

@@ -1,4 +1,6 @@
-"""Triton text run by Triton's interpreter against float64 and eager: the examples, shrunken, and random graphs."""
+"""Triton text run by Triton's interpreter against float64 and eager: the examples, shrunken, and random
+graphs.
+"""
 
 from __future__ import annotations
 

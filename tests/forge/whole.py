@@ -1,6 +1,7 @@
 """Whole compilations on CPU tensors: the plans of a blueprint run step by step, beside what the graph means.
 
-Backends: "plans" runs kernel plans in plain torch, "c" the C made from them. Library calls are the runtime's own.
+Backends: "plans" runs kernel plans in plain torch, "c" the C made from them. Library calls are the runtime's
+own.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Machine:
             else:
                 extern(step, memory, dims)
         for i, value in before.items():
-            assert torch.equal(memory[i].nan_to_num(7.0), value.nan_to_num(7.0)), f"{plan.buffers[i].name} written"
+            assert torch.equal(memory[i].nan_to_num(7.0), value.nan_to_num(7.0)), (
+                f"{plan.buffers[i].name} written"
+            )
         return memory
 
     def memory(self, buffer: Buffer, given: Tensors, dims: Sizes) -> torch.Tensor:
@@ -114,11 +117,15 @@ def random(shape: list[int], dtype: DType, gen: torch.Generator) -> torch.Tensor
     if dtype is DType.bool:
         return torch.randint(0, 2, shape, generator=gen).bool()
     if not dtype.is_floating:
-        return torch.randint(-3 if dtype is not DType.uint8 else 0, 5, shape, generator=gen).to(torch_dtype(dtype))
+        return torch.randint(-3 if dtype is not DType.uint8 else 0, 5, shape, generator=gen).to(
+            torch_dtype(dtype)
+        )
     return (torch.rand(shape, generator=gen) * 1.5 + 0.25).to(torch_dtype(dtype))
 
 
-def expected(blueprint: Blueprint, values: Tensors, cotangents: Tensors, wanted: tuple[str, ...], wide: bool) -> Tensors:
+def expected(
+    blueprint: Blueprint, values: Tensors, cotangents: Tensors, wanted: tuple[str, ...], wide: bool
+) -> Tensors:
     """Outputs, and gradients as "grad:<leaf>", by torch's autograd over the graph's meaning."""
     held = {k: v.double() if wide and v.is_floating_point() else v.clone() for k, v in values.items()}
     for name in wanted:
@@ -128,7 +135,9 @@ def expected(blueprint: Blueprint, values: Tensors, cotangents: Tensors, wanted:
     roots = [n for n in found if found[n].requires_grad]
     if wanted and roots:
         given = [cotangents[n].to(found[n].dtype) for n in roots]
-        made = torch.autograd.grad([found[n] for n in roots], [held[n] for n in wanted], given, allow_unused=True)
+        made = torch.autograd.grad(
+            [found[n] for n in roots], [held[n] for n in wanted], given, allow_unused=True
+        )
         out |= {f"grad:{n}": g for n, g in zip(wanted, made, strict=True) if g is not None}
     return out
 
@@ -144,7 +153,9 @@ def ours(work: Work, machine: Machine, values: Tensors, cotangents: Tensors, dim
     forward = pick(work, "forward", dims)
     memory = machine.run(forward.plan, values, dims)
     for name, number in zip(names, forward.plan.outputs, strict=True):
-        assert torch.equal(memory[number].nan_to_num(7.0), out[name].nan_to_num(7.0)), f"{name} differs when saving"
+        assert torch.equal(memory[number].nan_to_num(7.0), out[name].nan_to_num(7.0)), (
+            f"{name} differs when saving"
+        )
     saved = {n: memory[i] for n, i in zip(forward.phase.saved, forward.plan.saved, strict=True)}
     given = saved | {f"grad:{n}": c for n, c in cotangents.items()}
     masks = [x for x in work.lowerings if x.phase.name == "backward" and inside(x.plan.bucket, dims)]

@@ -136,5 +136,7 @@ def test_the_supervisor_imports_no_torch() -> None:
 
 
 def test_a_device_that_computes_is_alive(server: ForkServer) -> None:
-    """The probe reads the job that the supervisor sends (a card's absence is the only thing not tried here)."""
+    """The probe reads the job that the supervisor sends (a card's absence is the only thing not tried
+    here).
+    """
     assert quarantine.alive("cpu", server) == ""
