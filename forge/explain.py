@@ -10,6 +10,7 @@ from esper_ir.types import Dim
 from forge.groups import Group, lowering_kind
 from forge.lower import PhaseLowering
 from forge.lowered import Call, Launch, Lowered
+from forge.plan import Store
 from forge.target import Target
 from forge.templates.choice import tuned_sizes
 from forge.work import Work
@@ -83,7 +84,7 @@ def group_traffic(graph: Graph, group: Group, made: Lowered, sizes: Mapping[str,
                 read[operand.value] = _bytes(graph, operand.value, made, sizes)
             written |= {o.value: _bytes(graph, o.value, made, sizes) for o in step.outs}
             continue
-        stores = {step.plan.accesses[s.access].buffer for s in step.plan.body if type(s).__name__ == "Store"}
+        stores = {step.plan.accesses[s.access].buffer for s in step.plan.body if isinstance(s, Store)}
         for buffer in step.plan.buffers:
             (written if buffer in stores else read)[buffer] = _bytes(graph, buffer, made, sizes)
     return sum(read.values()), sum(written.values())

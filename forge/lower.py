@@ -175,8 +175,10 @@ def lower_phase(
     steps: list[KernelStep | ExternStep] = []
     for group, lowered in done:
         for step in lowered.steps:
-            kernel = isinstance(step, Launch)
-            steps.append((low.launch if kernel else low.call)(group.name, step, lowered.temps))  # type: ignore[arg-type]
+            if isinstance(step, Launch):
+                steps.append(low.launch(group.name, step, lowered.temps))
+            else:
+                steps.append(low.call(group.name, step, lowered.temps))
     plan = Plan(
         phase.name, bucket, phase.wanted, tuple(low.buffers), tuple(steps),
         outputs=tuple(low.numbers[r] for r in phase.results),
@@ -187,26 +189,31 @@ def lower_phase(
 
 
 def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowered]]]:
-    """Groups and their kernels. A reduction over several axes that the rest of its group does not walk as
-    one run of
-    memory is put in a group of its own, over a dense operand.
+    """Groups and their kernels. Where the rest of a group does not walk the reduced axes, or the leading axes
+    of its product, as one run of memory, the reductions and the product get groups of their own.
     """
     alone: frozenset[str] = frozenset()
     while True:
         parts = partition(low.graph, low.target, alone)
         done: list[tuple[Group, Lowered]] = []
-        for position, group in enumerate(parts.groups):
-            try:
-                done.append((group, _lower_group(low, parts, group, f"{tag}{position}")))
-            except EsperError as error:
-                scattered = {n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction")}
-                if error.code != "E0533" or scattered <= alone:
-                    raise
-                alone |= scattered
-                low.phase = replace(low.phase, graph=with_dense_operands(low.graph, scattered))
-                break
-        else:
+        scattered = frozenset(_lower_groups(low, parts, tag, done))
+        if not scattered:
             return parts, done
+        alone |= scattered
+        low.phase = replace(low.phase, graph=with_dense_operands(low.graph, set(scattered)))
+
+
+def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Group, Lowered]]) -> set[str]:
+    """Lower into `done`; the nodes of the first group that has to come apart, if there is one."""
+    for position, group in enumerate(parts.groups):
+        try:
+            done.append((group, _lower_group(low, parts, group, f"{tag}{position}")))
+        except EsperError as error:
+            scattered = {n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction")}
+            if error.code != "E0533" or scattered <= parts.alone:
+                raise
+            return scattered
+    return set()
 
 
 def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:

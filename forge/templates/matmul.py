@@ -42,9 +42,9 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     depth = a.shape[-1]
     m, n = space
     kinds = [given.graph.types[v.base].dtype for v in (a, b)]
-    lead = a.strides[-2] if len(a.strides) > 1 else ZERO
+    lead, inner = (ZERO, ZERO, *a.strides)[-2:]
     spec = MatmulSpec(
-        Access(a.base, kinds[0], (lead, a.strides[-1]), offset=a.offset),
+        Access(a.base, kinds[0], (lead, inner), offset=a.offset),
         Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, _precision(node),
     )  # fmt: skip
     prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
