@@ -11,6 +11,8 @@ import pytest
 
 import esper_ir.text as text
 from esper_ir.graph import Blueprint
+from esper_ir.types import Dim
+from forge.emit.writer import dim_text
 from library.launch import ExternStep
 from tests.forge.whole import check
 
@@ -66,6 +68,20 @@ def _attribute(name: str, value: Any, sizes: Mapping[int, int]) -> Any:
 def test_block_means_the_same(name: str, target: str, backend: str) -> None:
     sizes, dims = BLOCKS[name]
     check(shrunk(name, sizes), dims, target, backend)
+
+
+def test_symbolic_inner_axes_are_divided_as_a_whole() -> None:
+    """A position along an outer axis is divided by the product of the inner ones, not by its first factor."""
+    assert dim_text(Dim.of("8*rows")) == "(8 * rows)" and dim_text(Dim.sym("rows")) == "rows"
+
+
+def test_a_bias_goes_into_the_call_on_the_cpu_only() -> None:
+    """oneDNN adds it before it rounds; on a card the sum joins the kernel that follows."""
+    sizes, dims = BLOCKS["conv_res"]
+    for target, operands in (("cpu", 3), ("h100", 2)):
+        work = check(shrunk("conv_res", sizes), dims, target)
+        steps = [s for low in work.lowerings for s in low.plan.steps if isinstance(s, ExternStep)]
+        assert {len(s.inputs) for s in steps if s.op == "conv2d"} == {operands}
 
 
 def test_library_calls_are_named() -> None:
