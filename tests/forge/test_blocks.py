@@ -30,7 +30,7 @@ BLOCKS: dict[str, tuple[dict[int, int], dict[str, int]]] = {
     "rope_qk_norm": ({64: 8, 32: 4, 16: 3}, {"batch": 2, "rows": 5}),
     "batchnorm_relu": ({256: 8, 56: 4}, {"n": 3}),
     "linear_cross_entropy": ({4096: 24, 32000: 50}, {"rows": 7}),
-    "embedding_norm": ({32000: 11, 4096: 24}, {"rows": 9}),
+    "embedding_norm": ({32000: 11, 1024: 24}, {"rows": 9}),
     "max_pool_block": ({128: 8, 56: 7}, {"n": 2}),
     "seed_norm": ({512: 24}, {"rows": 9}),
     "seed_lora": ({512: 24}, {"rows": 9}),
