@@ -136,8 +136,9 @@ class Subject:
     @cached_property
     def fixed_elements(self) -> int:
         """Of the largest tensor whose size is always the same: weights."""
-        shapes = [s.shape for s in self.launch.interface.inputs]
-        return max((prod(s) for s in shapes if not any(_names(n) for n in s)), default=1)  # type: ignore[type-var]
+        shapes = [t.shape for _, _, t in self.leaves]
+        fixed = [[d.static or 1 for d in s] for s in shapes if all(d.static is not None for d in s)]
+        return max((prod(sizes) for sizes in fixed), default=1)
 
     @property
     def swept(self) -> int:

@@ -59,25 +59,29 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return Skipped("declared library-nondeterministic")
     before = torch.get_num_threads()
     try:
-        values = inputs.values(subject, recipe)
-        flowing = inputs.cotangents(subject, recipe)
-        again, first = 0, _results(context, recipe, values, flowing)
-        if recipe.threads:
-            torch.set_num_threads(recipe.threads)
-        began, enough = time.monotonic(), QUICK_RACE_SECONDS if context.quick else RACE_SECONDS
-        for again in range(1, recipe.repeat):
-            if again > REPEATS and time.monotonic() - began > enough:
-                break
-            if again <= REPEATS:
-                _dirty(subject.device, recipe.seed + again)
-            with storm(recipe.threads > 1):
-                found = _results(context, recipe, values, flowing)
-            for at, (a, b) in enumerate(zip(first, found, strict=True)):
-                if not arena.same_bits(a, b):
-                    share = int((arena.bits(a) != arena.bits(b)).sum())
-                    return Failed(f"repeat {again} gives other bits in result {at} ({share} bytes)")
+        return _repeated(context, recipe)
     finally:
         torch.set_num_threads(before)
+
+
+def _repeated(context: Context, recipe: Recipe) -> Outcome:
+    subject = context.subject
+    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    again, first = 0, _results(context, recipe, values, flowing)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    began, enough = time.monotonic(), QUICK_RACE_SECONDS if context.quick else RACE_SECONDS
+    for again in range(1, recipe.repeat):
+        if again > REPEATS and time.monotonic() - began > enough:
+            break
+        if again <= REPEATS:
+            _dirty(subject.device, recipe.seed + again)
+        with storm(recipe.threads > 1):
+            found = _results(context, recipe, values, flowing)
+        wrong = [at for at, (a, b) in enumerate(zip(first, found, strict=True)) if not arena.same_bits(a, b)]
+        if wrong:
+            share = int((arena.bits(first[wrong[0]]) != arena.bits(found[wrong[0]])).sum())
+            return Failed(f"repeat {again} gives other bits in result {wrong[0]} ({share} bytes)")
     return Passed({"repeats": again})
 
 

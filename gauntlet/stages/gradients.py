@@ -42,8 +42,11 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
         yield replace(base, cotangent=cotangent, dims=odd_dims(subject), wanted=every[-1:])
-    for dims in list(sizes(context))[:: 3 if context.quick else 1]:
-        yield replace(base, dims=dims)
+    plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
+    for at, dims in enumerate(sizes(context)):
+        chosen = plans if not context.quick else [plans[at % len(plans)]] if at % 2 == 0 else []
+        for wanted in chosen:
+            yield replace(base, dims=dims, wanted=tuple(n for n in every if n in wanted))
     yield replace(base, dims=subject.largest_dims())
     yield replace(base, layout="strided")
     for seed in range(2 if context.quick else 4):

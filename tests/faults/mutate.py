@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,24 @@ def _spliced(text: str, start: int, end: int, new: str) -> str:
 def mutants(text: str) -> Iterator[Mutant]:
     """All of them, kernel by kernel."""
     for name, at, body in _kernels(text):
-        sized = ROWS in body
         dead = [(m.start(), m.end()) for m in REST.finditer(body)]
-        for pattern, table in ((STORE, STORES), (LOAD, LOADS)):
-            for found in pattern.finditer(body):
-                if any(low <= found.start() < high for low, high in dead):
-                    continue
-                for kind, change in table:
-                    if sized or ROWS not in change(found):
-                        new = _spliced(text, at + found.start(), at + found.end(), change(found))
-                        yield Mutant(kind, name, found[0], new)
-        for found in TAIL.finditer(body):
-            for kind, new_tail in (
-                ("dropped mask", f"last = {found[1]};"),
-                ("off by one", found[0][:-1] + " - 1;"),
-            ):
-                end = _spliced(text, at + found.start(), at + found.end(), new_tail)
-                yield Mutant(kind, name, found[0], end)
+        for kind, found, new in _places(body):
+            if not any(low <= found.start() < high for low, high in dead):
+                changed = _spliced(text, at + found.start(), at + found.end(), new)
+                yield Mutant(kind, name, found[0], changed)
         yield from _whole(text, name, at, body)
+
+
+def _places(body: str) -> Iterator[tuple[str, re.Match[str], str]]:
+    """(class, place, new text) of every store, load and end of a program's share."""
+    sized = ROWS in body
+    for pattern, table in ((STORE, STORES), (LOAD, LOADS)):
+        pairs = product(pattern.finditer(body), table)
+        changed = ((kind, found, change(found)) for found, (kind, change) in pairs)
+        yield from (row for row in changed if sized or ROWS not in row[2])
+    for found in TAIL.finditer(body):
+        yield "dropped mask", found, f"last = {found[1]};"
+        yield "off by one", found, found[0][:-1] + " - 1;"
 
 
 def _whole(text: str, name: str, at: int, body: str) -> Iterator[Mutant]:

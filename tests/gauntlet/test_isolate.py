@@ -16,8 +16,8 @@ from gauntlet.isolate import ForkServer, Limits
 STANDINS = "tests.gauntlet.standins:"
 
 
-def run(server: ForkServer, name: str, **limits: float) -> isolate.Ending:
-    return server.run(STANDINS + name, b"hello", Limits(**{"seconds": 30, **limits}))  # type: ignore[arg-type]
+def run(server: ForkServer, name: str, **limits: int) -> isolate.Ending:
+    return server.run(STANDINS + name, b"hello", Limits(seconds=30.0, **limits))
 
 
 def test_a_good_worker_finishes(server: ForkServer) -> None:
