@@ -25,7 +25,7 @@ BYTES = {"bfloat16": 2, "float32": 4, "int64": 8}
 @dataclass(frozen=True)
 class Leaf:
     """One tensor: its axes as names of sizes or numbers; values are normal with deviation `std`, or indices
-    below `below`. Images and their kernels are dense with the channels last.
+    below `below`. Images and their kernels are dense with the channels last. `fixed`: no gradient is wanted.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Leaf:
     std: float = 1.0
     dtype: str = BF16
     below: str = ""
+    fixed: bool = False
 
     def dims(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(n if isinstance(n, int) else sizes[n] for n in self.shape)
@@ -86,14 +87,18 @@ class Block:
     def inputs(self, sizes: Sizes, device: torch.device, seed: int = 0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         made = [leaf.make(sizes, generator).to(device) for leaf in self.leaves]
-        return [t.requires_grad_() if t.is_floating_point() else t for t in made]
+        return [
+            t.requires_grad_() if t.is_floating_point() and not leaf.fixed else t
+            for t, leaf in zip(made, self.leaves, strict=True)
+        ]
 
     def least_bytes(self, sizes: Sizes, phase: str) -> int:
         read = sum(leaf.nbytes(sizes) for leaf in self.leaves)
         out = Leaf("y", self.result).nbytes(sizes)
         if phase == "f":
             return read + out
-        written = sum(x.nbytes(sizes) for x in self.leaves if not x.below and x.name not in self.shared)
+        unwritten = {x.name for x in self.leaves if x.below or x.fixed} | set(self.shared)
+        written = sum(x.nbytes(sizes) for x in self.leaves if x.name not in unwritten)
         return read + out + read + out + written
 
     def floor_ms(self, sizes: Sizes, phase: str, copy_bytes: float, flops: float) -> float:
@@ -134,6 +139,20 @@ def conv_res(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.relu(image + F.conv2d(image, _nchw(w), b, padding=1)).permute(0, 2, 3, 1)
 
 
+def rope_qk_norm(x: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> Tensor:
+    a, b = F.rms_norm(x, (x.shape[-1],), w, 1e-6).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+def batchnorm_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(_nchw(x), None, None, w, b, True)).permute(0, 2, 3, 1)
+
+
+def max_pool_block(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    made = F.relu(F.conv2d(_nchw(x), _nchw(w), b, padding=1))
+    return F.max_pool2d(made, 3, 2, 1).permute(0, 2, 3, 1)
+
+
 def _rows(*counts: int, **others: int) -> tuple[Sizes, ...]:
     return tuple({"rows": n, **others} for n in counts)
 
@@ -146,6 +165,8 @@ _X = Leaf("x", ("rows", "cols"))
 _MAP = ("n", "h", "w", "c")
 _IMAGE = Leaf("x", _MAP)
 
+_HEADS = ("batch", "heads", "rows", "width")
+_HALVES = ("rows", "half")
 _SEQUENCES = ((4, 2048), (16, 512), (1, 8192))
 
 
@@ -201,9 +222,9 @@ BLOCKS: tuple[Block, ...] = (
     ),
     Block(
         "attention", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        tuple(Leaf(n, ("batch", "heads", "rows", "width")) for n in "qkv"),
+        tuple(Leaf(n, _HEADS) for n in "qkv"),
         tuple({"batch": b, "heads": 16, "rows": t, "width": 64} for b, t in _SEQUENCES),
-        ("batch", "heads", "rows", "width"),
+        _HEADS,
         flops=lambda s: 2.0 * s["batch"] * s["heads"] * s["rows"] ** 2 * s["width"], backward=2.5,
     ),
     Block(
@@ -225,6 +246,44 @@ BLOCKS: tuple[Block, ...] = (
         "groupnorm_silu", lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)),
         (Leaf("x", ("n", "c", "h", "w")), Leaf("w", ("c",)), Leaf("b", ("c",))),
         _images(16, 4, 64, c=320, h=64, w=64), ("n", "c", "h", "w"),
+    ),
+    Block(
+        "geglu", lambda x, wg, wu, wd: (F.gelu(x @ wg) * (x @ wu)) @ wd,
+        (_X, _up("wg"), _up("wu"), Leaf("wd", ("hidden", "cols"), 0.02)),
+        _rows(8192, 2048, 32768, cols=1024, hidden=4096), ("rows", "cols"),
+        flops=lambda s: 6.0 * s["rows"] * s["cols"] * s["hidden"],
+    ),
+    Block(
+        "kl_div", lambda p, q: F.kl_div(p, q, log_target=True, reduction="sum"),
+        (Leaf("p", ("rows", "cols")), Leaf("q", ("rows", "cols"))), _rows(8192, 2048, 32768, cols=8192), (),
+    ),
+    Block(
+        "rope_qk_norm", rope_qk_norm,
+        (Leaf("x", _HEADS), Leaf("cos", _HALVES, fixed=True), Leaf("sin", _HALVES, fixed=True),
+         Leaf("w", ("width",))),
+        tuple({"batch": b, "heads": 16, "rows": t, "width": 64, "half": 32} for b, t in _SEQUENCES), _HEADS,
+        label=("batch", "heads", "rows", "width"),
+    ),
+    Block(
+        "batchnorm_relu", batchnorm_relu, (_IMAGE, Leaf("w", ("c",)), Leaf("b", ("c",))),
+        _images(64, 16, 128, c=256, h=56, w=56), _MAP,
+    ),
+    Block(
+        "linear_cross_entropy", lambda x, t, w: F.cross_entropy((x @ w).float(), t),
+        (_X, Leaf("t", ("rows",), dtype="int64", below="words"), Leaf("w", ("cols", "words"), 0.02)),
+        _rows(4096, 1024, 8192, cols=4096, words=32000), (),
+        flops=lambda s: 2.0 * s["rows"] * s["cols"] * s["words"],
+    ),
+    Block(
+        "embedding_norm", lambda t, e, w: F.rms_norm(F.embedding(t, e), (e.shape[1],), w, 1e-6),
+        (Leaf("t", ("rows",), dtype="int64", below="words"), Leaf("e", ("words", "cols")),
+         Leaf("w", ("cols",))),
+        _rows(8192, 2048, 32768, cols=1024, words=32000), ("rows", "cols"),
+    ),
+    Block(
+        "max_pool_block", max_pool_block, (_IMAGE, Leaf("w", ("c", 3, 3, "c"), 0.03), Leaf("b", ("c",))),
+        tuple({**s, "half": 28} for s in _images(64, 16, 128, c=128, h=56, w=56)), ("n", "half", "half", "c"),
+        flops=lambda s: 18.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2, label=_MAP,
     ),
 )  # fmt: skip
 
