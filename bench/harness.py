@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -237,11 +237,16 @@ def opened(folder: Path | None, only: tuple[str, ...]) -> Iterator[tuple[Library
         os.environ |= {"ESPER_KEYS": f"{made}/trust", "ESPER_LIBRARY": f"{made}/library"}
         with Library.open(Path(made) / "library", trust=Path(made) / "trust") as library:
             compiled = compile_all("auto", library, only)
-            with ForkServer() as server:
-                for artifact in provable(compiled):
-                    verdict = prove(artifact, library=library, server=server, quick=True)
-                    say(f"{artifact}: {verdict.state} {verdict.reason}")
+            _prove(library, provable(compiled))
             yield library, compiled
+
+
+def _prove(library: Library, artifacts: Iterable[str]) -> None:
+    """Verdicts for what was just compiled."""
+    with ForkServer() as server:
+        for artifact in artifacts:
+            verdict = prove(artifact, library=library, server=server, quick=True)
+            say(f"{artifact}: {verdict.state} {verdict.reason}")
 
 
 @click.command()

@@ -9,6 +9,7 @@ are interleaved round by round, and ratios are taken inside a round.
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -174,20 +175,28 @@ def ratio(ours: list[float], theirs: list[float]) -> Timing:
     return Timing(tuple(a / b for a, b in zip(ours, theirs, strict=True) if b > 0))
 
 
+def _ratios(where: str, by_name: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Marginal cost of each of our paths over torch.compile's and over one aten mul's, measured beside it."""
+    found: dict[str, Any] = {}
+    paths = ((THREE, "function"), (OPERATOR, "operator"), (FUSED, "fused"))
+    ours = [row for row in paths if row[0] in by_name]
+    peers = ((COMPILE, RATIO_COMPILE, "compile"), (MUL, RATIO_MUL, "mul"))
+    others = [row for row in peers if row[0] in by_name]
+    for (path, label), (other, target, label_other) in itertools.product(ours, others):
+        got = ratio(by_name[path], by_name[other])
+        gate = path == THREE and where == "own" and torch.cuda.is_available()
+        found[f"host_marginal_{label}_over_{label_other}_{where}_thread"] = figure(
+            got.median, "ratio", target if gate else None, lo=got.low, hi=got.high
+        )
+    return found
+
+
 def _figures(
     marginals: Mapping[str, Mapping[str, list[float]]], calls: Mapping[str, Timing]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where, by_name in marginals.items():
-        for path, label in ((THREE, "function"), (OPERATOR, "operator"), (FUSED, "fused")):
-            for other, target, label_other in ((COMPILE, RATIO_COMPILE, "compile"), (MUL, RATIO_MUL, "mul")):
-                if path not in by_name or other not in by_name:
-                    continue
-                got = ratio(by_name[path], by_name[other])
-                gate = path == THREE and where == "own" and torch.cuda.is_available()
-                found[f"host_marginal_{label}_over_{label_other}_{where}_thread"] = figure(
-                    got.median, "ratio", target if gate else None, lo=got.low, hi=got.high
-                )
+        found |= _ratios(where, by_name)
         if THREE in by_name:
             marginal = Timing(tuple(by_name[THREE]))
             found[f"host_marginal_us_{where}_thread"] = figure(
