@@ -17,6 +17,7 @@ from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 from gauntlet import cases, quarantine
+from gauntlet.exclusive import exclusive
 from gauntlet.isolate import (
     CRASH,
     ENDLESS,
@@ -110,27 +111,30 @@ def prove(
                 artifact_id, library=library, quick=quick, device=device, server=own, progress=progress
             )
     record = library.resolve(artifact_id)
-    known = library.verdict(record.id)
-    if known is not None:
-        return _known(record.id, known.passed, known.reason, known.report)
-    loaded = library.load(record.id, allow_unvalidated=True)
     chosen = device or default_device(record.kind)
-    quarantine.admit(library.home, chosen, server)
-    found = judge(
-        loaded.container.data, chosen, server, quick=quick, progress=progress, artifact_id=record.id
-    )
-    if found.passed is None and chosen != "cpu":
-        quarantine.probe(library.home, chosen, server)
+    names = [record.id] if chosen == "cpu" else [record.id, chosen]
+    with exclusive(library.home, *names):
+        known = library.verdict(record.id)
+        if known is not None:
+            return _known(record.id, known.passed, known.reason, known.report)
+        quarantine.admit(library.home, chosen, server)
+        container = library.load(record.id, allow_unvalidated=True).container.data
+        found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+        if not found.passed and chosen != "cpu":
+            quarantine.probe(library.home, chosen, server)  # before anybody is blamed
+        return _recorded(library, record.id, found)
+
+
+def _recorded(library: Library, artifact_id: str, found: Judgement) -> Verdict:
+    """Signed and kept, with the failing case; nothing when the machine failed."""
     if found.passed is None:
-        return Verdict(record.id, None, found.reason, found.stages, found.seconds, recorded=False)
+        return Verdict(artifact_id, None, found.reason, found.stages, found.seconds, recorded=False)
     digest = cases.save(library.home / CASES, found.spill).stem if found.spill else ""
     stages = tuple(replace(s, case=digest) if s.outcome == "failed" else s for s in found.stages)
-    report = _report(record.id, found, stages)
+    report = _report(artifact_id, found, stages)
     card = str(found.context.get("card", ""))
-    library.record_verdict(record.id, report.to_json(), passed=found.passed, reason=found.reason, card=card)
-    if not found.passed and chosen != "cpu":
-        quarantine.probe(library.home, chosen, server)
-    return Verdict(record.id, found.passed, found.reason, stages, found.seconds, digest)
+    library.record_verdict(artifact_id, report.to_json(), passed=found.passed, reason=found.reason, card=card)
+    return Verdict(artifact_id, found.passed, found.reason, stages, found.seconds, digest)
 
 
 def _known(artifact_id: str, passed: bool, reason: str, report: Mapping[str, Any]) -> Verdict:

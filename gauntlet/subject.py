@@ -26,8 +26,8 @@ from runtime.executor import Counters, Program
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Largest tensor of the largest case: what a reference in float64 computes in a fraction of a second."""
-SWEPT = {"cpu": 1 << 18, "cuda": 1 << 20}
-"""Largest tensor of the many cases; a quarter of that in a hurry."""
+SWEPT = {"cpu": 1 << 19, "cuda": 1 << 20}
+"""Largest tensor of the many cases; an eighth of that in a hurry."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
 BASE, BASE_ELEMENTS = 48, 1 << 14
 """A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are
@@ -143,7 +143,7 @@ class Subject:
     @property
     def swept(self) -> int:
         """Elements of the largest tensor of the many cases."""
-        return SWEPT[self.device.type] // (4 if self.hurry else 1)
+        return SWEPT[self.device.type] // (8 if self.hurry else 1)
 
     def sizes(self, name: str) -> list[int]:
         """Sizes of one dim worth trying: small ones, primes, the edges of tiles, buckets, guards and of the

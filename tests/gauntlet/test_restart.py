@@ -1,0 +1,86 @@
+"""Killed at any moment and started again, or run twice at once: one verdict for each, the right one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from gauntlet import quarantine, runner
+from gauntlet.exclusive import exclusive
+from gauntlet.isolate import ForkServer
+from library.store import Library
+from tests.faults import handmade, toys
+from tests.gauntlet.conftest import put
+from tests.gauntlet.test_prove import WRONG_MASK
+
+BENCH = [sys.executable, "-m", "gauntlet.cli", "bench", "--pending", "--quick", "--json", "--library"]
+
+
+def _start(home: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*BENCH, str(home)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _states(home: Path) -> dict[str, str]:
+    with Library.open(home, readonly=True) as library:
+        return {record.id: record.state for record in library.artifacts()}
+
+
+def _verdicts(home: Path) -> int:
+    with Library.open(home, readonly=True) as library:
+        return len(library.index.rows("SELECT seq FROM verdicts"))
+
+
+def _until_one_more(home: Path, process: subprocess.Popen[bytes]) -> None:
+    before, deadline = _verdicts(home), time.monotonic() + 60
+    while _verdicts(home) == before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_killed_twice_and_run_twice_at_once(home: Path) -> None:
+    good = [put(home, make()) for make in (toys.affine, toys.norm, toys.dense)]
+    bad = [
+        put(home, handmade.edit(toys.affine(), WRONG_MASK)),
+        put(home, handmade.edit(toys.softmax(), ("c < cols; c++) sum +=", "c < cols - 1; c++) sum +="))),
+    ]
+    for _ in range(2):
+        process = _start(home)
+        _until_one_more(home, process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert "PENDING_BENCHMARKING" in _states(home).values(), "nothing was left to do: the test says nothing"
+    both = [_start(home), _start(home)]
+    assert [p.wait(120) for p in both] != [0, 0]
+    assert _states(home) == {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
+    assert _verdicts(home) == len(good) + len(bad)
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    if not (child := os.fork()):
+        with exclusive(tmp_path, "artifact"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with exclusive(tmp_path, "artifact", "cuda:0"):
+        pass
+
+
+def test_a_device_that_is_put_aside_judges_nothing(home: Path) -> None:
+    """A server that runs no probe stands for a card that answers nobody."""
+    artifact = put(home, toys.affine())
+    path = quarantine.place(home, "cpu")
+    path.parent.mkdir()
+    path.write_text('{"reason": "it hung"}')
+    with ForkServer(packages=("tests",)) as deaf:
+        try:
+            runner.prove(artifact, library=home, server=deaf)
+        except runner.EsperError as error:
+            assert error.code == "E0906" and error.exit_code == 16
+        else:
+            raise AssertionError("judged on a device that is put aside")
+    assert _states(home)[artifact] == "PENDING_BENCHMARKING" and path.exists()
+    with ForkServer() as back:
+        assert runner.prove(artifact, library=home, server=back, quick=True).passed
+    assert not path.exists(), "it answers again, so it is taken back"
