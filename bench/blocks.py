@@ -153,6 +153,18 @@ def max_pool_block(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.max_pool2d(made, 3, 2, 1).permute(0, 2, 3, 1)
 
 
+def mamba_scan(x: Tensor, wa: Tensor, wu: Tensor, wg: Tensor, wo: Tensor) -> Tensor:
+    """The recurrence h[t] = a[t] h[t-1] + b[t] by doubling, in float32."""
+    gate = torch.sigmoid(x @ wa)
+    a, b = gate.float(), ((1.0 - gate) * (x @ wu)).float()
+    step = 1
+    while step < x.shape[1]:
+        before = F.pad(b[:, :-step], (0, 0, step, 0))
+        b, a = b + a * before, a * F.pad(a[:, :-step], (0, 0, step, 0))
+        step *= 2
+    return (b.to(x.dtype) * F.silu(x @ wg)) @ wo
+
+
 def _rows(*counts: int, **others: int) -> tuple[Sizes, ...]:
     return tuple({"rows": n, **others} for n in counts)
 
@@ -284,6 +296,12 @@ BLOCKS: tuple[Block, ...] = (
         "max_pool_block", max_pool_block, (_IMAGE, Leaf("w", ("c", 3, 3, "c"), 0.03), Leaf("b", ("c",))),
         tuple({**s, "half": 28} for s in _images(64, 16, 128, c=128, h=56, w=56)), ("n", "half", "half", "c"),
         flops=lambda s: 18.0 * s["n"] * s["h"] * s["w"] * s["c"] ** 2, label=_MAP,
+    ),
+    Block(
+        "mamba_scan", mamba_scan,
+        (Leaf("x", ("batch", "rows", "cols")), *(Leaf(f"w{n}", ("cols", "cols"), 0.03) for n in "augo")),
+        tuple({"batch": b, "rows": t, "cols": 1024} for b, t in _SEQUENCES), ("batch", "rows", "cols"),
+        flops=lambda s: 8.0 * s["batch"] * s["rows"] * s["cols"] ** 2,
     ),
 )  # fmt: skip
 

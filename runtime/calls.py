@@ -309,6 +309,22 @@ def _cumsum(attrs: Attrs) -> Run:
     return run
 
 
+def _recurrence(attrs: Attrs) -> Run:
+    """h[t] = a[t] h[t-1] + b[t] by doubling: log2(length) passes over the operands."""
+    dim = int(attrs["dim"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        a, b = (t.movedim(dim, -1) for t in inputs)
+        step = 1
+        while step < b.shape[-1]:
+            before = functional.pad(b[..., :-step], (step, 0))
+            b, a = b + a * before, a * functional.pad(a[..., :-step], (step, 0))
+            step *= 2
+        outs[0].copy_(b.movedim(-1, dim))
+
+    return run
+
+
 _CONV = frozenset({"stride", "padding", "dilation", "groups", "data_format", "precision"})
 _POOL = frozenset({"kernel", "stride", "padding", "data_format"})
 _ATTENTION = frozenset({"is_causal", "scale"})
@@ -328,6 +344,7 @@ CALLS: Mapping[str, Extern] = {
     "cat": Extern(1, frozenset({"dim"}), _cat, most=64),
     "pad": Extern(1, frozenset({"before", "after", "value"}), _pad),
     "cumsum": Extern(1, frozenset({"dim"}), _cumsum),
+    "recurrence": Extern(2, frozenset({"dim"}), _recurrence),
 }
 """By name; `runtime.externs.TABLE` holds them beside the products."""
 

@@ -32,6 +32,7 @@ BLOCKS: dict[str, tuple[dict[int, int], dict[str, int]]] = {
     "linear_cross_entropy": ({4096: 24, 32000: 50}, {"rows": 7}),
     "embedding_norm": ({32000: 11, 1024: 24}, {"rows": 9}),
     "max_pool_block": ({128: 8, 56: 7}, {"n": 2}),
+    "mamba_scan": ({1024: 12}, {"batch": 2, "rows": 11}),
     "seed_norm": ({512: 24}, {"rows": 9}),
     "seed_lora": ({512: 24}, {"rows": 9}),
     "seed_attention": ({256: 24, 64: 8}, {"batch": 2, "rows": 7}),
