@@ -147,7 +147,7 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
 def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:
     """Grouped order of tiles, so that neighbours share operands in the L2 cache."""
     w = k.w
-    w.line("pid = tl.program_id(0)")
+    w.line(f"pid = tl.program_id(0).to({k.index_type})")
     w.line(f"tiles_m = tl.cdiv({m}, {tile.block_m})")
     w.line(f"tiles_n = tl.cdiv({n}, {tile.block_n})")
     w.line(f"group = pid // ({tile.group_m} * tiles_n)")
