@@ -19,7 +19,7 @@ RANGE = 1 << 60
 
 @contextlib.contextmanager
 def exclusive(home: Path, *names: str) -> Iterator[None]:
-    """Waits until nobody else holds any of `names`. Taken in one order, so that two never wait for each other."""
+    """Waits until nobody else holds any of `names`; taken in one order, so that none waits for ever."""
     fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         for place in sorted(_place(name) for name in names):
