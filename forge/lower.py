@@ -255,7 +255,8 @@ def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
             copies.append(_copy(low, side, dense, dtype, f"{name}_copy{position}"))
             temps[dense] = Temp(dtype, side.shape)
             operands.append(extern.operand(View(dense, side.shape, dense_strides(side.shape)), node))
-    return Lowered("extern", (*copies, extern.call(node, operands)), temps)
+    read = frozenset(v for n in low.graph for v in n.tensors) | frozenset(low.graph.outputs)
+    return Lowered("extern", (*copies, extern.call(node, operands, read)), temps)
 
 
 def _copy(low: _Lowerer, view: View, dense: str, dtype: DType, name: str) -> Launch:

@@ -146,30 +146,35 @@ class _Attention:
         return found if found in (FLASH, EFFICIENT, CUDNN) and fits else MATH
 
     def forward(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The result, and `lse` where it is asked for: where a backward follows."""
         q, k, v = inputs
-        kind = self.choice(q, k, v)
+        kind, wanted = self.choice(q, k, v), len(outs) > 1
         if kind == MATH:
             scores = _scores(q, k, self.causal, self.scale)
-            out = torch.matmul(torch.softmax(scores, -1), v.to(scores.dtype))
-            return out.to(q.dtype), torch.logsumexp(scores, -1)
-        if q.device.type == "cpu":
-            made = aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, self.causal, scale=self.scale
-            )
-        elif kind == FLASH:
-            made = aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, self.causal, False, scale=self.scale
-            )
-        elif kind == EFFICIENT:
-            made = aten._scaled_dot_product_efficient_attention(
-                q, k, v, None, True, 0.0, self.causal, scale=self.scale
-            )
-        else:
-            made = aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, 0.0, self.causal, False, scale=self.scale
-            )
+            out = torch.matmul(torch.softmax(scores, -1), v.to(scores.dtype)).to(q.dtype)
+            return (out, torch.logsumexp(scores, -1)) if wanted else (out,)
+        made = self._by_library(kind, q, k, v, wanted)
+        if not wanted:
+            return made[:1]
         lse = made[1].squeeze(-1) if made[1].dim() == 4 else made[1]
         return made[0], lse[..., : q.shape[-2]]
+
+    def _by_library(self, kind: int, q: Tensor, k: Tensor, v: Tensor, wanted: bool) -> Sequence[Tensor]:
+        if q.device.type == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, self.causal, scale=self.scale
+            )
+        if kind == FLASH:
+            return aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, self.causal, False, scale=self.scale
+            )
+        if kind == EFFICIENT:
+            return aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, wanted, 0.0, self.causal, scale=self.scale
+            )
+        return aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, wanted, 0.0, self.causal, False, scale=self.scale
+        )
 
     def backward(self, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
         g, q, k, v, out, lse = inputs

@@ -85,10 +85,12 @@ def _rank(view: View, axis: int) -> tuple[int, int]:
     return (-sum(len(m) * 64 + abs(c).bit_length() for m, c in stride.terms), axis)
 
 
-def call(node: Node, operands: Sequence[Operand]) -> Call:
-    """The results into the node's own memory."""
+def call(node: Node, operands: Sequence[Operand], read: frozenset[str]) -> Call:
+    """The results into the node's own memory; the last ones are left out where nobody reads them."""
     if template(node):
-        outs = tuple(Operand(n, t.shape) for n, t in zip(node.outputs, node.types, strict=True))
+        count = max(i + 1 for i, name in enumerate(node.outputs) if name in read or not i)
+        pairs = list(zip(node.outputs, node.types, strict=True))[:count]
+        outs = tuple(Operand(n, t.shape) for n, t in pairs)
         return Call(template(node), tuple(operands), outs, _scalars(node))
     a, b = operands
     batch = (a.shape[_at(a, 0)],) if len(a.shape) == 3 else ()
