@@ -21,7 +21,7 @@ from runtime.calls import NONDETERMINISTIC
 
 FORMAT = "esper-artifact/1"
 # Versions of what turns a graph into kernels; a change that alters generated kernels bumps its entry.
-TEMPLATES = {"rows": 1, "pointwise": 1, "matmul": 1, "extern": 1, "emit": 2}
+TEMPLATES = {"rows": 1, "pointwise": 1, "matmul": 1, "extern": 2, "emit": 2}
 
 
 def version_key(work: Work, built: Built, launch: Mapping[str, Any], interface: str) -> tuple[Any, ...]:

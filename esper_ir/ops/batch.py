@@ -48,6 +48,8 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     if not least <= len(operands) <= most:
         hint = "(x, weight, bias) in training, (x, mean, variance, weight, bias) otherwise"
         raise EsperError("E0201", f"batch_norm takes {least} to {most} operands here", hint=hint)
+    if attrs["training"] and attrs["eps"] <= 0:
+        raise EsperError("E0203", f"eps is {attrs['eps']}", hint="positive in training")
     for i, operand in enumerate(operands[1:], 1):
         part = tensor(operand, i)
         if part.rank != 1:

@@ -102,7 +102,7 @@ def _out(x: TensorType, w: TensorType, attrs: Attrs) -> TensorType:
     out, part, kh, kw = spatial(w.shape, attrs)
     groups = attrs["groups"]
     same(part * groups, c, "channels of the weight times groups are those of the operand", w.shape, x.shape)
-    if out.static is None or out.static % groups:
+    if not out.static or out.static % groups:
         raise EsperError("E0206", f"cannot prove that {groups} groups divide {out} channels of the result")
     sizes = (_length(height, kh, 0, attrs), _length(width, kw, 1, attrs))
     if any(s.static is not None and s.static < 1 for s in sizes):
@@ -125,7 +125,7 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 def _infer_input(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     g, w = tensor(operands[0]), tensor(operands[1], 1)
     _images(g, w)
-    x = TensorType(g.dtype, attrs["size"])
+    x = sized(g, attrs, 4)
     _same_result(_out(x, w, attrs), g)
     return (x,)
 
@@ -133,9 +133,16 @@ def _infer_input(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 def _infer_weight(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     g, x = tensor(operands[0]), tensor(operands[1], 1)
     _images(g, x)
-    w = TensorType(g.dtype, attrs["size"])
+    w = sized(g, attrs, 4)
     _same_result(_out(x, w, attrs), g)
     return (w,)
+
+
+def sized(g: TensorType, attrs: Attrs, rank: int) -> TensorType:
+    """The type that attribute `size` tells."""
+    if len(attrs["size"]) != rank:
+        raise EsperError("E0203", f"size has {len(attrs['size'])} axes", hint=f"{rank}")
+    return TensorType(g.dtype, attrs["size"])
 
 
 def _same_result(made: TensorType, g: TensorType) -> None:

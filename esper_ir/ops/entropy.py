@@ -25,6 +25,7 @@ from esper_ir.opdef import (
 )
 from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.losses import REDUCTION
+from esper_ir.ops.reduction import count
 from esper_ir.ops.rules import ONE, accept, numel, same, tensor
 from esper_ir.types import Dim, DType, TensorType
 
@@ -41,6 +42,8 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     accept([x], "float")
     if not x.rank:
         raise EsperError("E0204", f"{x} has no classes", hint="logits are [classes] or [batch, classes, ...]")
+    if x.shape[_classes(x)].static == 0:
+        raise EsperError("E0204", f"{x} has no classes", hint="at least one")
     if t.dtype not in (DType.int64, DType.int32):
         raise EsperError("E0205", f"{t} are no class indices", hint="int64 or int32, no probabilities")
     rest = tuple(d for i, d in enumerate(x.shape) if i != _classes(x))
@@ -157,11 +160,10 @@ def _vjp(
 
 
 def _smoothed(emit: Emit, p: _Pieces, share: Val, smooth: float) -> Val:
-    size = p.x.type.shape[-1].static
-    if size is None:
-        raise EsperError("E0206", "label smoothing needs a known number of classes")
+    size = count(emit, p.x.type, (p.x.type.rank - 1,), p.x.type.dtype)
+    each: Operand = smooth / size if isinstance(size, float) else emit("div", smooth, size)
     sharp: Operand = 1.0 - smooth if p.weight is None else emit("mul", p.weight, 1.0 - smooth)
-    even: Operand = smooth / size if p.weights is None else emit("mul", p.weights, smooth / size)
+    even: Operand = each if p.weights is None else emit("mul", p.weights, each)
     spread: Operand = smooth if p.weights is None else emit("sum", even, keepdim=True)
     whole = emit("mul", share, 1.0 if p.weights is None else emit("add", sharp, spread))
     peak = emit("add", to(emit, p.hit, p.x.type.dtype), 0.0)

@@ -25,6 +25,7 @@ from esper_ir.opdef import (
     Vals,
     Wanted,
 )
+from esper_ir.ops.convolution import sized
 from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, axis, same, tensor, torch_dtype
@@ -63,7 +64,9 @@ def _vjp_embedding(
 
 def _infer_embedding_gradient(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     g, rows = tensor(operands[0]), _positions(operands[1], 1)
-    weight = TensorType(g.dtype, attrs["size"])
+    weight = sized(g, attrs, 2)
+    if g.rank != rows.rank + 1:
+        raise EsperError("E0204", f"{g} is no cotangent of a lookup of {rows}", hint="one axis more")
     for a, b in zip(g.shape, (*rows.shape, weight.shape[1]), strict=True):
         same(a, b, "the cotangent has the shape of the lookup", g.shape, rows.shape)
     return (weight,)
@@ -85,8 +88,10 @@ def _embedding_gradient_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[
 
 
 def _infer_one_hot(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    t = _positions(operands[0], 0)
-    return (TensorType(attrs["dtype"], (*t.shape, Dim.of(attrs["num_classes"]))),)
+    t, count = _positions(operands[0], 0), attrs["num_classes"]
+    if not isinstance(count, Dim) and (isinstance(count, (bool, float)) or count < 1):
+        raise EsperError("E0203", f"num_classes is {count}", hint="a size")
+    return (TensorType(attrs["dtype"], (*t.shape, Dim.of(count))),)
 
 
 def _expand_one_hot(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:

@@ -72,6 +72,8 @@ def _resolve_slice(operands: Types, attrs: Attrs) -> dict[str, Any]:
         low = part.bounds({})[0]
         if low is None or low < 0:
             raise EsperError("E0206", f"cannot prove that {name} = {part} >= 0 for axis {at} of {x}")
+    if attrs["step"] > 1 and (end - start).static is None:
+        raise EsperError("E0206", f"a step of {attrs['step']} along the symbolic axis {at} of {x}")
     if attrs["step"] < 1:
         raise EsperError("E0203", f"step is {attrs['step']}", hint="steps are positive; see reverse")
     return {**attrs, "dim": at, "start": start, "end": end}
@@ -221,7 +223,11 @@ Parts = Callable[[TensorType, Attrs], list[tuple[Dim, Dim]]]
 
 
 def _narrowed(x: TensorType, attrs: Attrs) -> list[tuple[Dim, Dim]]:
-    return [(Dim.of(attrs["start"]), Dim.of(attrs["start"]) + Dim.of(attrs["length"]))]
+    start, length = attrs["start"], attrs["length"]
+    if isinstance(length, (bool, float)) or (isinstance(length, int) and length < 0):
+        raise EsperError("E0203", f"length is {length}", hint="a size")
+    first = x.shape[attrs["dim"]] + start if start < 0 else Dim.of(start)
+    return [(first, first + Dim.of(length))]
 
 
 def _selected(x: TensorType, attrs: Attrs) -> list[tuple[Dim, Dim]]:

@@ -25,7 +25,7 @@ from esper_ir.opdef import (
     Vals,
     Wanted,
 )
-from esper_ir.ops.convolution import FORMAT, SIZE, first, last, ordered, pair, spatial
+from esper_ir.ops.convolution import FORMAT, SIZE, first, last, ordered, pair, sized, spatial
 from esper_ir.ops.gradients import val
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, same, tensor
@@ -53,6 +53,8 @@ def _image(operand: TensorType | Number) -> TensorType:
     accept([x], "float")
     if x.rank != 4:
         raise EsperError("E0204", f"{x} is no batch of images", hint="rank 4")
+    if any(d.static == 0 for d in x.shape[1:]):
+        raise EsperError("E0204", f"{x} has images of nothing", hint="only the batch may be empty")
     return x
 
 
@@ -88,7 +90,7 @@ def _infer_max_gradient(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]
 
 def _infer_avg_gradient(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     g = _image(operands[0])
-    x = TensorType(g.dtype, attrs["size"])
+    x = sized(g, attrs, 4)
     for a, b in zip(_pooled(x, attrs).shape, g.shape, strict=True):
         same(a, b, "the cotangent has the shape of the pooling", g.shape, x.shape)
     return (x,)
