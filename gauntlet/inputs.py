@@ -19,12 +19,14 @@ from gauntlet.subject import Subject
 COTANGENT = "cotangent:"
 LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "strided", "alternating", "large")
-OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers")
+OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers", "uneven")
 """Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare
-exp; magnitudes near the smallest that round to nothing when squared; whole numbers."""
+exp; magnitudes near the smallest that round to nothing when squared; whole numbers; rows of different mean
+and size, so
+that a statistic of another row shows."""
 KEPT = 24
 """Drawn weights kept at a time."""
-SMOOTH = ("normal", "x10", "x0.1", "shifted")
+SMOOTH = ("normal", "x10", "x0.1", "shifted", "uneven")
 
 
 def tensor_of(raw: Raw, device: torch.device) -> Tensor:
@@ -126,6 +128,10 @@ def _draw(
     elif name == "spikes":
         places = torch.rand(wide.shape, generator=generator) < 1 / 16
         wide = torch.where(places, wide * 100, wide)
+    elif name == "uneven" and wide.dim() > 1:
+        rows = (*wide.shape[:-1], 1)
+        spread = torch.randint(-3, 4, rows, generator=generator).double().exp2()
+        wide = wide * spread + 2 * spread * torch.randn(rows, generator=generator).double()
     elif name == "tiny":
         wide = wide * 1e-5
     elif name == "integers":

@@ -25,7 +25,7 @@ STORE = re.compile(r"(b\d+_\w+)\[([^\]]+)\] = ([^;]+);")
 LOAD = re.compile(r"const float (t\d+) = (from_\w+\()?(b\d+_\w+)\[([^\]]+)\](\))?;")
 REST = re.compile(r"for \(int64_t j = j0_\d+; j < cols; j\+\+\) \{.*?\n            \}", re.DOTALL)
 """What is left of a row after whole vectors: nothing, where the length is a multiple of 16."""
-TAIL = re.compile(r"last = (first \+ \d+) < (\w+) \? \1 : \2;")
+TAIL = re.compile(r"last = (first \+ (?!1 )\d+) < (\w+) \? \1 : \2;")
 ROWS = "n_rows"
 
 
