@@ -45,17 +45,17 @@ def _errors(as_json: bool, document: Callable[[], dict[str, Any]] = dict) -> Ite
 
 
 def _files(paths: tuple[str, ...]) -> list[Path]:
+    """Every file meant, in order; E0512 for a path, pattern or directory that means none."""
     out: list[Path] = []
     for text in paths:
         path = Path(text)
         if path.is_dir():
-            out += sorted(path.glob("*.json"))
-        elif path.exists() or text == "-":
-            out.append(path)
+            found = sorted(path.glob("*.json"))
         else:
-            out += sorted(Path(p) for p in glob.glob(text))
-            if not out:
-                raise EsperError("E0512", "no such blueprint file", node=text, exit_code=EXIT_NOT_FOUND)
+            found = [path] if path.exists() or text == "-" else sorted(Path(p) for p in glob.glob(text))
+        if not found:
+            raise EsperError("E0512", "no such blueprint file", node=text, exit_code=EXIT_NOT_FOUND)
+        out += found
     return out
 
 

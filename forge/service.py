@@ -13,7 +13,7 @@ from typing import Any
 
 import esper_ir.canonical as canonical
 import esper_ir.text as text
-from esper_ir.diagnostics import EsperError
+from esper_ir.diagnostics import EXIT_USAGE, EsperError
 from esper_ir.graph import Blueprint
 from forge.ctoolchain import find_compiler
 from forge.emit import c as emit_c
@@ -65,6 +65,9 @@ def compile_blueprint(
     out = []
     for target_name in targets:
         target = resolve(target_name)
+        if not target.stored:
+            hint = "`esper-forge print` and `explain` take it"
+            raise EsperError("E0515", f"nothing is stored for {target.name}", hint=hint, exit_code=EXIT_USAGE)
         for name in pipelines:
             started = time.perf_counter()
             choices = read_journal(replay) if replay is not None else Choices()

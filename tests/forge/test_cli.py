@@ -211,13 +211,17 @@ def test_one_bad_file_does_not_stop_the_others(esper_library: Path, tmp_path: Pa
         (["explain", "nowhere.json"], "E0512", EXIT_NOT_FOUND),
         (["explain", "{path}", "--target", "h1000"], "E0510", EXIT_USAGE),
         (["show", "nowhere*.json"], "E0512", EXIT_NOT_FOUND),
+        (["compile", "{path}", "nowhere.json", "--target", "cpu"], "E0512", EXIT_NOT_FOUND),
+        (["compile", "{folder}"], "E0512", EXIT_NOT_FOUND),
+        (["compile", "{path}", "--target", "interpreter"], "E0515", EXIT_USAGE),
     ],
 )
 def test_what_is_unknown_is_named(
     words: list[str], code: str, status: int, esper_library: Path, tmp_path: Path
 ) -> None:
     path = written(tmp_path)
-    filled = [w.format(path=path) for w in words]
+    (tmp_path / "empty").mkdir()
+    filled = [w.format(path=path, folder=tmp_path / "empty") for w in words]
     plain, with_json = run(*filled), run(*filled, "--json")
     assert plain.exit_code == with_json.exit_code == status
     assert code in plain.stderr and code in with_json.stdout and plain.stdout == ""
