@@ -10,7 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from library.launch import Buffer, ExternStep, Interface, Kernel, KernelStep, Plan, Variant, evaluate
+from library.launch import (
+    Argument,
+    Buffer,
+    ExternStep,
+    Interface,
+    Kernel,
+    KernelStep,
+    Plan,
+    Variant,
+    evaluate,
+)
 from runtime.dispatch import Choice, Launch, Segment
 from runtime.errors import fail
 from runtime.externs import Strided, dense, strided
@@ -252,16 +262,19 @@ def _step(
             node=step.group,
             details={"dims": dict(dims)},
         )
-    args = tuple(
-        (True, int(a.value)) if a.kind == "buffer" else (False, evaluate(a.value, dims))  # type: ignore[arg-type]
-        for a in step.args
-    )
+    args = tuple((a.kind == "buffer", _number(a, dims)) for a in step.args)
     for variant in fitting:
         _check_arguments(step, args, functions.kernels[variant.kernel])
     grid = (evaluate(step.grid[0], dims), evaluate(step.grid[1], dims), evaluate(step.grid[2], dims))
     if min(grid) < 0:
         raise fail("E0809", f"a grid of {grid}", node=step.group)
     return Launch(step.group, tuple(_choice(v, functions) for v in fitting), args, grid)
+
+
+def _number(argument: Argument, dims: Mapping[str, int]) -> int:
+    """A buffer's number, or the value of a size."""
+    value = argument.value
+    return value if argument.kind == "buffer" and isinstance(value, int) else evaluate(value, dims)
 
 
 def _fits(variant: Variant, dims: Mapping[str, int]) -> bool:
