@@ -159,7 +159,8 @@ def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:
 
 def _operand(k: Kernel, access: Access, index: list[str], mask: str) -> str:
     """Operands of a dot keep their stored type (the tensor cores' own), except in the interpreter."""
-    address = f"{k.pointer[access.buffer]} + {k.offset(access, index)}"
+    still = "".join(f" + {at} * 0" for step, at in zip(access.strides, index, strict=True) if step == Dim())
+    address = f"{k.pointer[access.buffer]} + {k.offset(access, index)}{still}"
     text = f"tl.load({address}, mask={mask}, other=0)"
     return f"{text}.to(tl.float32)" if k.interpreted else text
 

@@ -1,13 +1,11 @@
-"""Plans run through Triton's interpreter, step by step, on CPU tensors. Start the process with
-TRITON_INTERPRET=1.
+"""Plans run through Triton's interpreter, step by step, on CPU tensors.
 
     TRITON_INTERPRET=1 python -m tests.forge.interpreted CASES
 
-CASES is JSON: a case or a list of them, {"path": blueprint, "sizes": {"64": 32}, "dims": {"rows": 37}} with
-optional
-"target" and "variant" ("g" general, "a" aligned), or {"seed": 7, "dtype": "float32"} for a random graph.
-Printed is a
-list with, per case, each result's distance from float64 and from eager, and the number of programs launched.
+CASES is JSON, a case or a list of them: {"path": file, "sizes": {"64": 32}, "dims": {"rows": 37}}, or with
+"blueprint": document, or with "seed": 7, "dtype": "float32" for a random graph; and optionally "target" and
+"variant" ("g" general, "a" aligned). Printed is a list with, per case, each result's distance from float64 and
+from eager, and the number of programs launched.
 """
 
 from __future__ import annotations
@@ -106,6 +104,8 @@ def one(case: Mapping[str, Any]) -> dict[str, Any]:
     if "seed" in case:
         choice = random.Random(case["seed"])
         made = random_blueprint(choice, choice.randint(1, 9), case.get("dtype", "float32"))
+    elif "blueprint" in case:
+        made = text.parse(json.dumps(case["blueprint"]))
     else:
         made = small(Path(case["path"]), case.get("sizes", {}))
     try:

@@ -30,11 +30,22 @@ CASES: dict[str, dict[str, Any]] = {
     # No matrix instructions within reach there: products are library calls, the rest is ours.
     "digits on t4": {**DIGITS, "dims": {"rows": 5}, "target": "t4"},
 }
-RANDOM = {
+RANDOM: dict[str, dict[str, Any]] = {
     f"{dtype} graph {seed}": {"seed": seed, "dtype": dtype, "dims": {"rows": 1 + seed % 7}}
     for seed in range(4)
     for dtype in ("float32", "bfloat16")
 }
+# Nothing in the address of w depends on a position.
+ONE_BY_ONE = {
+    "format": "esper-blueprint/1",
+    "name": "one_by_one",
+    "dims": {"rows": {"min": 1, "max": 64, "tune": [8]}},
+    "inputs": {"x": {"dtype": "bfloat16", "shape": ["rows", 1]}},
+    "params": {"w": {"dtype": "bfloat16", "shape": [1, 1], "init": {"kind": "ones"}}},
+    "nodes": [{"id": "y", "op": "matmul", "inputs": ["x", "w"]}],
+    "outputs": ["y"],
+}
+RANDOM["a product of one by one"] = {"blueprint": ONE_BY_ONE, "dims": {"rows": 5}}
 PROGRAMS = 100
 
 
