@@ -1,8 +1,7 @@
 """Second look at groups: merge pairs that the greedy pass kept apart only because of the order of nodes.
 
 A pair is merged when one reads what the other makes, or both read the same value, every node of both can be
-placed in
-one iteration space, and no third group stands between them.
+placed in one iteration space, and no third group stands between them.
 """
 
 from __future__ import annotations

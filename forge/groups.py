@@ -1,14 +1,11 @@
 """Fusion groups: which nodes may share one kernel, and how each value lies in the group's iteration space.
 
 Values in `columns` (column reductions, and the pointwise `finishers` of them) are complete only after the
-whole kernel;
-they are computed by a second kernel.
+whole kernel; they are computed by a second kernel.
 
-A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of
-the space it
-runs along (None where its size is 1). Row reductions run over the space's axes from `split` on, column
-reductions over
-the axes before it; both may live in one group.
+A group iterates over `space`, a shape. The *placement* of a value says for each of its axes which axis of the
+space it runs along (None where its size is 1). Row reductions run over the space's axes from `split` on,
+column reductions over the axes before it; both may live in one group.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ class KernelSource:
 @dataclass
 class Kernels:
     """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are
-    the tiles
-    picked for them.
+    the tiles picked for them.
     """
 
     by_key: dict[tuple[str, str], KernelSource] = field(default_factory=dict)
@@ -146,8 +145,7 @@ class _Lowerer:
 
 def _general(plan: KernelPlan) -> KernelPlan:
     """The same grid and order of sums with a short step along the contracted axis: without alignment every
-    element is
-    a load of its own, and a long step would only spill registers.
+    element is a load of its own, and a long step would only spill registers.
     """
     tile = plan.tile
     if not isinstance(tile, MatmulTile):

@@ -1,8 +1,7 @@
 """Choose groups: every node of a phase graph lands in one fusion group, one extern step, or is a free view.
 
 Greedy in topological order: a node joins the latest group it can, preferring groups that make its operands,
-then groups
-that read the same values. Every refusal is kept for `explain`.
+then groups that read the same values. Every refusal is kept for `explain`.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset())
 
 def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group]) -> bool:
     """A movement costs nothing when the group that makes its operand can follow it (a value of that group
-    then), or
-    when it is a view of memory that exists anyway (users read the stored value through the view).
+    then), or when it is a view of memory that exists anyway (users read the stored value through the view).
     """
     is_view = out.views[node.id].base != node.id
     made = owner.get(node.tensors[0])

@@ -60,8 +60,7 @@ def _plain(graph: Graph, apart: bool = False) -> Graph:
 
 def differentiate(work: Work) -> Work:
     """Reverse mode on the graph as written: composites give their own gradients (softmax from its result,
-    norms from
-    their statistics), then the joint graph of forward and gradients becomes primitives.
+    norms from their statistics), then the joint graph of forward and gradients becomes primitives.
     """
     assert work.graph is not None
     wanted = work.blueprint.differentiable

@@ -1,35 +1,27 @@
-"""KernelPlan: the frozen, printable value between matching and text. What a kernel computes, and how it is
-tiled.
+"""KernelPlan: the frozen, printable value between matching and text, what a kernel computes and its tiles.
 
-A kernel works on an iteration `space`, a tuple of sizes, outermost first; the last one is `cols`, the
-product of the
-others is `rows`. Every access gives a stride (in elements) per axis of the space, 0 where the operand is
-broadcast.
-A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per row), "c" (one per column),
-"".
+A kernel works on an iteration `space`, a tuple of sizes, outermost first; the last one is `cols`, the product
+of the others is `rows`. Every access gives a stride (in elements) per axis of the space, 0 where the operand
+is broadcast. A value in the body has the axes it depends on: "rc" (a full tile), "r" (one per row), "c" (one
+per column), "".
 
 Program structure by schedule:
 
     RowTile     program p owns rows [p*rows_per_program, (p+1)*rows_per_program), in steps of `block_rows`,
-    whole rows
-                (or every `programs`-th block of rows, see RowTile).
-                With `block_cols` >= cols the row stays in registers; otherwise the body runs in phases (see
-                `phases`),
-                one sweep over the columns each. A "col" reduction adds the program's rows into one partial
-                row,
-                stored (float32) at row p of a [programs, cols] workspace.
+                whole rows (or every `programs`-th block of rows, see RowTile). With `block_cols` >= cols the
+                row stays in registers; otherwise the body runs in phases (see `phases`), one sweep over the
+                columns each. A "col" reduction adds the program's rows into one partial row, stored (float32)
+                at row p of a [programs, cols] workspace.
     PointTile   program p owns `block` consecutive elements of the space (all axes, row-major). No reductions.
     SumTile     `space` = (parts, cols): adds `parts` rows in ascending order per column (float32), in
-    `block_cols`
-                columns a program; the body then runs on the "c" value named by the "col" reduction.
-    MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile: space =
-    (m, n).
+                `block_cols` columns a program; the body then runs on the "c" value named by the "col"
+                reduction.
+    MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile:
+                space = (m, n).
 
-Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it
-is computed,
-reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending program order,
-and
-nothing that changes the split depends on the machine.
+Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it is
+computed, reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending
+program order, and nothing that changes the split depends on the machine.
 """
 
 from __future__ import annotations
@@ -47,10 +39,9 @@ INDEX = ""
 @dataclass(frozen=True)
 class Access:
     """A buffer read or written: element `offset` + sum of position x stride over the axes of the space;
-    `partial` marks
-    the [programs, cols] workspace of a col reduction, addressed by program and column. With the buffer
-    `INDEX` that
-    number is itself the value: a position along an axis (stride 1) or a size (no strides, only the offset).
+    `partial` marks the [programs, cols] workspace of a col reduction, addressed by program and column. With
+    the buffer `INDEX` that number is itself the value: a position along an axis (stride 1) or a size (no
+    strides, only the offset).
     """
 
     buffer: str
@@ -101,10 +92,8 @@ Stmt = Load | Compute | Reduce | Store
 @dataclass(frozen=True)
 class RowTile:
     """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p +
-    programs, ...) and
-    `rows_per_program` is unused; `reverse` takes them last to first (what the forward touched last is met in
-    the
-    cache first); `prefetch` loads a block while the one before is worked on.
+    programs, ...) and `rows_per_program` is unused; `reverse` takes them last to first (what the forward
+    touched last is met in the cache first); `prefetch` loads a block while the one before is worked on.
     """
 
     block_rows: int
@@ -145,12 +134,10 @@ Tile = RowTile | PointTile | SumTile | MatmulTile
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are
-    expressions of the
-    loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k / parts)
-    rounded to
-    block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is left to a SumTile
-    kernel.
+    """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are expressions
+    of the loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k /
+    parts) rounded to block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is
+    left to a SumTile kernel.
     """
 
     a: Access
@@ -162,8 +149,7 @@ class MatmulSpec:
 @dataclass(frozen=True)
 class KernelPlan:
     """`sizes`: the symbols the kernel takes as integer parameters, in order. Parameters of the kernel are:
-    one pointer
-    per distinct buffer in order of `buffers`, then `sizes` (32-bit, or 64-bit when `wide`).
+    one pointer per distinct buffer in order of `buffers`, then `sizes` (32-bit, or 64-bit when `wide`).
     """
 
     name: str
@@ -274,11 +260,9 @@ def next_pow2(n: int) -> int:
 
 @dataclass(frozen=True)
 class Phase:
-    """One sweep over the columns of a row: `full` statements run per element, then the `reduces` are
-    complete and the
-    `scalars` (per-row statements that became computable) run once. Full values are recomputed in every phase
-    that
-    needs them; loads of full values repeat (the row is in cache).
+    """One sweep over the columns of a row: `full` statements run per element, then the `reduces` are complete
+    and the `scalars` (per-row statements that became computable) run once. Full values are recomputed in
+    every phase that needs them; loads of full values repeat (the row is in cache).
     """
 
     full: tuple[Stmt, ...]
@@ -290,8 +274,7 @@ def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     """Split a RowTile body for a sweep-by-sweep spelling: (statements before any sweep, sweeps in order).
 
     Row reductions whose arguments depend on no other unfinished row reduction share a sweep. Stores of full
-    values and
-    col reductions happen in the last sweep; stores of row values as soon as they are known.
+    values and col reductions happen in the last sweep; stores of row values as soon as they are known.
     """
     axes = plan.axes()
     level: dict[str, int] = {"acc": 0} if plan.matmul else {}

@@ -1,10 +1,9 @@
 """A look at what the assembler wrote, for a known fault of it.
 
 ptxas 12.8 builds wrong wgmma descriptors for some kernels that read one shared buffer plainly and later
-transposed: the
-low half of an address is carried into a high half that starts from the low half again. Seen as weight
-gradients off by
-170 %, or as an illegal address; 12.9 and 13.1 write the pair correctly from the same PTX (bench/NOTES.md).
+transposed: the low half of an address is carried into a high half that starts from the low half again. Seen
+as weight gradients off by 170 %, or as an illegal address; 12.9 and 13.1 write the pair correctly from the
+same PTX (bench/NOTES.md).
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ ZERO = Dim()
 @dataclass(frozen=True)
 class View:
     """`base` (a value with memory of its own) read from element `offset` on with `strides` in elements, one
-    per axis
-    of `shape`.
+    per axis of `shape`.
     """
 
     base: str

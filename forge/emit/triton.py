@@ -1,8 +1,7 @@
 """KernelPlan -> Triton text. Every value lives in its compute type; loads convert up, stores convert down.
 
 Tiles are two-dimensional, [rows, columns]; a value that depends on one axis keeps size 1 on the other.
-PointTile
-kernels are one-dimensional.
+PointTile kernels are one-dimensional.
 """
 
 from __future__ import annotations

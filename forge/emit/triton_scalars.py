@@ -1,8 +1,7 @@
 """The only table of how scalar primitives are spelled in Triton, for the GPU and for its interpreter.
 
 The interpreter has no libdevice and computes bfloat16 wrongly: there every value is float32, and rounding to
-bfloat16
-is integer arithmetic on the bits.
+bfloat16 is integer arithmetic on the bits.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ def eliminate_dead(graph: Graph) -> Graph:
 def merge_equal(graph: Graph, *, apart: bool = False) -> Graph:
     """One node per (op, operands, attributes); later equal nodes become names of the first.
 
-    Outputs keep their order. With `apart` they keep their names too: an output equal to another value
-    becomes a copy
-    of it, since results, unlike gradients, share no memory.
+    Outputs keep their order. With `apart` they keep their names too: an output equal to another value becomes
+    a copy of it, since results, unlike gradients, share no memory.
     """
     first: dict[tuple[object, ...], Node] = {}
     renamed: dict[str, str] = {}

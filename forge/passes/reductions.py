@@ -1,8 +1,7 @@
 """Reductions in the two forms that kernels have: over the last axes, or over the first ones.
 
 Axes of size 1 are not reduced at all; first and last axes together are two sums; any other set is moved to
-the end
-by a permutation, which is a view.
+the end by a permutation, which is a view.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ def straighten(graph: Graph) -> Graph:
 
 
 def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
-    """The value of a reduction in other nodes, None when it is well as it is. Integers are summed in the
-    type of the
-    result.
+    """The value of a reduction in other nodes, None when it is well as it is. Integers are summed in the type
+    of the result.
     """
     low = OPS[node.op].lowering
     if not isinstance(low, Reduction):

@@ -2,13 +2,10 @@
 traffic.
 
 An edge's capacity is what saving that value costs: a leaf is in memory anyway and is only read again (its
-bytes once), a
-computed value is written and read (twice). Contractions and reductions are never recomputed; pointwise
-values and views
-are recomputed for nothing, since they land in a kernel that reads their operands anyway.
-Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form is that
-of
-torch's functorch partitioner.)
+bytes once), a computed value is written and read (twice). Contractions and reductions are never recomputed;
+pointwise values and views are recomputed for nothing, since they land in a kernel that reads their operands
+anyway. Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form
+is that of torch's functorch partitioner.)
 """
 
 from __future__ import annotations

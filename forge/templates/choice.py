@@ -1,8 +1,8 @@
 """Own kernel or library call for a contraction, before anything is timed: a rule that orders candidates.
 
 Fusing one bf16 write and read into a product pays while K < about 433/d, d being how much slower the fused
-kernel is than
-the library's (spec: 5,400 at 8 %, 1,700 at 25 %); small products are launch bound and always gain.
+kernel is than the library's (spec: 5,400 at 8 %, 1,700 at 25 %); small products are launch bound and always
+gain.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ def template(node: Node) -> str:
 
 
 def sides(node: Node, graph: Graph, views: Mapping[str, View]) -> tuple[View, ...]:
-    """The operands as the library will read them; of a product both of rank 2, or both with the batch axes
-    of the
-    result.
+    """The operands as the library will read them; of a product both of rank 2, or both with the batch axes of
+    the result.
     """
     if template(node):
         return tuple(views[v] for v in node.tensors)
@@ -55,9 +54,8 @@ def _batched(view: View, batch: tuple[Dim, ...]) -> View:
 
 
 def operand(view: View, node: Node) -> Operand:
-    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense
-    when it is
-    none.
+    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense when
+    it is none.
     """
     flat = view if template(node) else _one_batch(view)
     order = sorted(range(len(flat.shape)), key=lambda axis: _rank(flat, axis))

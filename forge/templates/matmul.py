@@ -1,8 +1,7 @@
 """Contractions: a tiled product with what follows folded in, or a library call.
 
 Weight gradients have a long contracted axis and few output tiles: their sum is split in a fixed number of
-parts, written
-in float32 and added in ascending order by a second kernel, which then runs the epilogue.
+parts, written in float32 and added in ascending order by a second kernel, which then runs the epilogue.
 """
 
 from __future__ import annotations

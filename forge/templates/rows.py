@@ -1,10 +1,8 @@
 """Rows: pointwise work with reductions along rows, down columns, or both, one pass over the data.
 
 A program owns a fixed block of rows. Column results (weight gradients of norms, bias gradients) are kept per
-program in
-registers and written once as a partial row; a second kernel adds the partial rows in ascending order. The
-number of
-partial rows depends on the number of rows alone.
+program in registers and written once as a partial row; a second kernel adds the partial rows in ascending
+order. The number of partial rows depends on the number of rows alone.
 """
 
 from __future__ import annotations
@@ -156,8 +154,7 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
 
 def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
     """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn,
-    last first,
-    the next block loaded while one is worked on; else one block of rows a program.
+    last first, the next block loaded while one is worked on; else one block of rows a program.
     """
     row_reduce, col_reduce = reduces(given.body.stmts)
     cols = space[-1].value(given.sizes)
@@ -181,9 +178,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
 
 
 def _both_axes(wide: int) -> tuple[int, int]:
-    """(rows of a block, warps): a thread owns 8 columns of every row of the block where a row is long
-    enough, so that
-    the sum down the block needs no exchange between warps.
+    """(rows of a block, warps): a thread owns 8 columns of every row of the block where a row is long enough,
+    so that the sum down the block needs no exchange between warps.
     """
     if wide >= 4096:
         return max(8192 // wide, 1), 16
