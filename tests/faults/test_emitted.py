@@ -1,14 +1,12 @@
 """Faults in what the forge itself emits for the CPU, and the clean artifacts beside them.
 
 The fast suite compiles one small block and takes a handful; the slow one takes 300 spread evenly over every
-class of every small example, prints the table with its confidence bound and writes it to $ESPER_FAULTS_OUT
-when that is set.
+class of every small example, prints the table with its confidence bound and writes it into the folder
+$ESPER_FAULTS_OUT when that is set.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
 from library.store import Library
 from tests.faults.mutate import Mutant, mutants, rebuilt
-from tests.faults.table import Row, bound, table
+from tests.faults.table import Row, keep, table
 from tests.source import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -91,23 +89,5 @@ def test_faults_in_emitted_text_are_refused(
     refused = [c.reason for c in clean if not c.passed]
     with capsys.disabled():
         print(f"\n{table(rows)}\nclean artifacts refused: {len(refused)} of {len(clean)}")
-    if out := os.environ.get("ESPER_FAULTS_OUT"):
-        Path(out).write_text(json.dumps(_result(rows, len(clean), len(refused)), indent=1) + "\n")
+    keep(rows, len(clean), len(refused))
     assert len(rows) >= PLANTED - 20 and not missed and not refused, (missed, refused)
-
-
-def _result(rows: list[Row], clean: int, refused: int) -> dict[str, object]:
-    """The figures by class, for the record."""
-    kinds = sorted({r.kind for r in rows})
-    by_kind = {k: [sum(r.caught for r in rows if r.kind == k), sum(r.kind == k for r in rows)] for k in kinds}
-    missed = sum(not r.caught for r in rows)
-    return {
-        "bench": "faults",
-        "target": "cpu",
-        "planted": len(rows),
-        "caught": len(rows) - missed,
-        "missed_share_at_most_95": bound(missed, len(rows)),
-        "by_class": by_kind,
-        "clean": clean,
-        "clean_refused": refused,
-    }
