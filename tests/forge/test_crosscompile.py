@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,12 @@ def operators() -> list[Blueprint]:
 
 @pytest.mark.slow
 def test_triton_takes_the_text_of_every_scalar_operator() -> None:
-    target = resolve("h100")
+    target, sources = resolve("h100"), []
     for blueprint in operators():
-        sources = tuple(s for s in front(blueprint, "h100").kernels.by_key.values() if s.variant == "a")
-        asked: dict[str, Any] = {**request(sources, target), "stage": "compile"}
-        made = run_worker("forge.build_worker", asked, Limits(seconds=300.0))
-        assert made["code"].keys() == {s.plan.name for s in sources}, blueprint.name
+        made = [s for s in front(blueprint, "h100").kernels.by_key.values() if s.variant == "a"]
+        for number, source in enumerate(made):
+            plan = replace(source.plan, name=f"{blueprint.name}_{number}")
+            sources.append(replace(source, plan=plan))
+    asked: dict[str, Any] = {**request(tuple(sources), target), "stage": "compile"}
+    done = run_worker("forge.build_worker", asked, Limits(seconds=540.0))
+    assert done["code"].keys() == {s.plan.name for s in sources}
