@@ -104,6 +104,8 @@ def compile_(
             rows += [{"path": str(path), **row(r)} for r in made]
             for r in made:
                 click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s", err=as_json)
+            for warning in dict.fromkeys(w for r in made for w in r.warnings):
+                click.echo(f"{path}: {warning.strip()}", err=True)
     if as_json:
         errors = [e.to_json() for e in failed]
         click.echo(json.dumps({"schema": "esper-compile/1", "artifacts": rows, "errors": errors}, indent=1))

@@ -82,6 +82,14 @@ def test_compile_takes_directories_globs_and_standard_input(esper_library: Path,
     assert len(ids) == 1
 
 
+def test_warnings_go_to_standard_error(esper_library: Path, tmp_path: Path) -> None:
+    extra = {"dtype": "float32", "shape": [8]}
+    path = written(tmp_path, lambda b: b["params"].update(unused=extra))
+    found = run("compile", path, "--target", "cpu", "--json")
+    (row,) = document(found)["artifacts"]
+    assert found.exit_code == 0 and "E0501" in found.stderr and "unused" in row["warnings"][0]
+
+
 def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> None:
     first = document(run("compile", written(tmp_path), "--target", "cpu", "--json"))["artifacts"][0]
     wider = written(tmp_path, lambda b: b["params"]["w"].update(shape=[1]))
