@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,7 +18,7 @@ from esper_ir.graph import Blueprint, Graph
 from esper_ir.types import TensorType
 from library import launch as launch_manifest
 from library.launch import DimSource, ExternStep, LaunchManifest, Plan, evaluate
-from library.manifest import Container
+from library.manifest import Container, blueprint_text
 from runtime import functions
 from runtime.code import load_code
 from runtime.executor import Counters, Program
@@ -62,11 +61,7 @@ class Subject:
         text form keeps in order. That the order is the right one is proven by the blueprint's id, which
         covers it.
         """
-        parsed = text.parse(json.dumps(self.manifest["blueprint"]["text"]))
-        place = {spec.name: at for at, spec in enumerate(self.launch.interface.inputs)}
-        return replace(
-            parsed, leaves=tuple(sorted(parsed.leaves, key=lambda v: place.get(v.name, len(place))))
-        )
+        return text.parse(json.dumps(blueprint_text(self.manifest)))
 
     @cached_property
     def graph(self) -> Graph:

@@ -219,3 +219,19 @@ def _want(ok: bool, field: str, what: str) -> None:
 
 def _align(offset: int) -> int:
     return (offset + ALIGN - 1) // ALIGN * ALIGN
+
+
+def blueprint_text(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The blueprint's JSON with its tensors in the order of a call.
+
+    Canonical JSON sorts names, but the order of inputs and parameters is meaning: it is that of the launch
+    interface.
+    """
+    text = dict(manifest["blueprint"]["text"])
+    inputs = manifest["launch"].get("interface", {}).get("inputs", ())
+    place = {spec["name"]: at for at, spec in enumerate(inputs)}
+    for section in ("inputs", "params", "buffers", "constants"):
+        if isinstance(text.get(section), dict):
+            ordered = sorted(text[section].items(), key=lambda item: place.get(item[0], len(place)))
+            text[section] = dict(ordered)
+    return text

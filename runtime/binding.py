@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
+from library.manifest import blueprint_text
 from runtime import functions, parameters
 from runtime.driver import STICKY
 from runtime.eager import twin_of
@@ -54,7 +55,7 @@ class Handle:
 
     def eager(self) -> nn.Module:
         if self.twin is None:
-            self.twin = twin_of(self.entry.container.manifest["blueprint"]["text"])
+            self.twin = twin_of(blueprint_text(self.entry.container.manifest))
         return self.twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import runtime
+from esper_ir import text
 from esper_ir.diagnostics import EsperError
+from forge.service import compile_blueprint
+from library.store import Library
 from tests.promises.shelf import Shelf, drawn
 
 TARGETS = ("cpu", pytest.param("h100", marks=pytest.mark.gpu))
@@ -91,3 +96,28 @@ def test_other_dtypes_ranks_and_sizes_are_refused(shelf: Shelf, target: str) -> 
             block(x.to(device))
         assert refusal.value.code in ("E0810", "E0811", "E0815"), refusal.value
     assert isinstance(block, runtime.Block)
+
+
+def test_the_twin_takes_tensors_in_the_order_of_a_call(esper_library: Path) -> None:
+    """Names that sort differently from their order: the manifest is sorted, a call's order is meaning."""
+    blueprint = {
+        "format": "esper-blueprint/1",
+        "name": "difference",
+        "dims": {"rows": {"min": 1, "max": 64}},
+        "inputs": {name: {"dtype": "float32", "shape": ["rows", 8]} for name in "za"},
+        "params": {},
+        "nodes": [{"id": "y", "op": "sub", "inputs": ["z", "a"]}],
+        "outputs": ["y"],
+    }
+    with Library.open(esper_library) as library:
+        parsed = text.parse(json.dumps(blueprint))
+        made = compile_blueprint(parsed, targets=("cpu",), library=library)[0]
+    z, a = torch.randn(5, 8), torch.randn(5, 8)
+    with pytest.warns(runtime.UnvalidatedWarning):
+        block = runtime.load(made.artifact_id, allow_unvalidated=True, fallback="eager")
+        twin = runtime.twin(made.artifact_id, allow_unvalidated=True)
+    assert torch.equal(block(z, a), z - a)
+    assert torch.equal(twin(z, a), z - a)
+    big = torch.randn(65, 8), torch.randn(65, 8)
+    assert torch.equal(block(*big), big[0] - big[1])
+    assert block.report()["counters"]["eager_fallbacks"] == 1
