@@ -157,7 +157,7 @@ def _figures(result: dict[str, Any]) -> str:
 def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of single steps with a time: what the table shows. Missing and wrong ones stay."""
     rows = result.get("rows", [])
-    plain = [row for row in rows if row["phase"] == "fb" and row.get("mode", "plain") == "plain"]
+    plain = [row for row in rows if row.get("phase") == "fb" and row.get("mode", "plain") == "plain"]
     return [row for row in plain if "wall_ms" in row]
 
 
