@@ -128,3 +128,22 @@ class Accepted(Generic[T]):
     """A candidate that fits, with what it yields."""
 
     value: T
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """A package's table of refusals: code to (exit code, title). Calling it makes the error to raise."""
+
+    codes: Mapping[str, tuple[int, str]]
+
+    def __call__(
+        self,
+        code: str,
+        message: str,
+        *,
+        node: str | None = None,
+        hint: str | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> EsperError:
+        """The error for `code`, with the exit code of the table."""
+        return EsperError(code, message, node=node, hint=hint, exit_code=self.codes[code][0], details=details)

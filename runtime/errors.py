@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from esper_ir.diagnostics import (
     EXIT_BACKEND,
@@ -14,7 +13,7 @@ from esper_ir.diagnostics import (
     EXIT_NOT_FOUND,
     EXIT_UNTRUSTED,
     EXIT_USAGE,
-    EsperError,
+    Refusals,
 )
 
 CODES: Mapping[str, tuple[int, str]] = {
@@ -49,14 +48,4 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E0840": (EXIT_CONFLICT, "ranks run different plans"),
 }
 
-
-def fail(
-    code: str,
-    message: str,
-    *,
-    node: str | None = None,
-    hint: str | None = None,
-    details: Mapping[str, Any] | None = None,
-) -> EsperError:
-    """The error for `code`, with the exit code of the table. The caller raises it."""
-    return EsperError(code, message, node=node, hint=hint, exit_code=CODES[code][0], details=details)
+fail = Refusals(CODES)
