@@ -222,43 +222,71 @@ class _Attention:
 # Pooling.
 
 
-def _window(attrs: Attrs) -> tuple[list[int], list[int], list[int]]:
-    return _ints(attrs["kernel"]), _ints(attrs["stride"]), _ints(attrs["padding"])
+def _max_numbers(attrs: Attrs) -> tuple[Any, ...]:
+    names = ("kernel", "stride", "padding", "dilation")
+    return (*(_ints(attrs.get(n, "1")) for n in names), bool(attrs.get("ceil_mode", False)))
 
 
-def _max_pool(attrs: Attrs) -> Run:
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        made = aten.max_pool2d_with_indices(_first(inputs[0], attrs), *_window(attrs), [1, 1], False)
-        return tuple(_last(t, attrs) for t in made)
-
-    return plain(run)
+def _avg_numbers(attrs: Attrs) -> tuple[Any, ...]:
+    names = ("kernel", "stride", "padding")
+    more = attrs.get("ceil_mode", False), attrs["count_include_pad"]
+    return (*(_ints(attrs[n]) for n in names), *map(bool, more), attrs.get("divisor_override"))
 
 
-def _max_pool_gradient(attrs: Attrs) -> Run:
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        g, x, places = (_first(t, attrs) for t in inputs)
-        made = aten.max_pool2d_with_indices_backward(g, x, *_window(attrs), [1, 1], False, places)
-        return (_last(made, attrs),)
+def _max_pool(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"max_pool{rank}d_with_indices")
 
-    return plain(run)
+    def prepare(attrs: Attrs) -> Run:
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            return tuple(_last(t, attrs) for t in call(_first(inputs[0], attrs), *_max_numbers(attrs)))
 
+        return plain(run)
 
-def _avg_pool(attrs: Attrs) -> Run:
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        padded = bool(attrs["count_include_pad"])
-        made = aten.avg_pool2d(_first(inputs[0], attrs), *_window(attrs), False, padded, None)
-        return (_last(made, attrs),)
-
-    return plain(run)
+    return prepare
 
 
-def _avg_pool_gradient(attrs: Attrs) -> Run:
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        padded, g = bool(attrs["count_include_pad"]), _first(inputs[0], attrs)
-        made = aten.avg_pool2d_backward(g, _first(outs[0], attrs), *_window(attrs), False, padded, None)
-        return (_last(made, attrs),)
+def _max_pool_gradient(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"max_pool{rank}d_with_indices_backward")
 
-    return plain(run)
+    def prepare(attrs: Attrs) -> Run:
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            g, x, places = (_first(t, attrs) for t in inputs)
+            return (_last(call(g, x, *_max_numbers(attrs), places), attrs),)
+
+        return plain(run)
+
+    return prepare
+
+
+def _widened(x: Tensor, rank: int) -> Tensor:
+    """torch has no three-dimensional mean of 16-bit numbers on the CPU."""
+    return x.float() if rank == 3 and x.dtype.itemsize == 2 and x.device.type == "cpu" else x
+
+
+def _avg_pool(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"avg_pool{rank}d")
+
+    def prepare(attrs: Attrs) -> Run:
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            x = _widened(_first(inputs[0], attrs), rank)
+            return (_last(call(x, *_avg_numbers(attrs)), attrs).to(inputs[0].dtype),)
+
+        return plain(run)
+
+    return prepare
+
+
+def _avg_pool_gradient(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"avg_pool{rank}d_backward")
+
+    def prepare(attrs: Attrs) -> Run:
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            g, like = (_widened(_first(t, attrs), rank) for t in (inputs[0], outs[0]))
+            return (_last(call(g, like, *_avg_numbers(attrs)), attrs).to(inputs[0].dtype),)
+
+        return plain(run)
+
+    return prepare
 
 
 # Lookup, joining, scans.
@@ -331,19 +359,24 @@ def _recurrence(attrs: Attrs) -> Run:
 
 
 _CONV = frozenset({"stride", "padding", "dilation", "groups", "data_format", "precision"})
-_POOL = frozenset({"kernel", "stride", "padding", "data_format"})
+_POOL = frozenset({"kernel", "stride", "padding", "ceil_mode", "data_format"})
+_MAX = _POOL | {"dilation"}
+_AVG = _POOL | {"count_include_pad", "divisor_override"}
 _ATTENTION = frozenset({"is_causal", "scale"})
 
 CALLS: Mapping[str, Extern] = {
     "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3),
     "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
     "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
+    "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3),
+    "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
+    "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
     "attention": Extern(3, _ATTENTION, lambda a: plain(_Attention(a).forward)),
     "attention_grad": Extern(6, _ATTENTION, lambda a: plain(_Attention(a).backward)),
-    "max_pool2d": Extern(1, _POOL, _max_pool),
-    "max_pool2d_grad": Extern(3, _POOL, _max_pool_gradient),
-    "avg_pool2d": Extern(1, _POOL | {"count_include_pad"}, _avg_pool),
-    "avg_pool2d_grad": Extern(1, _POOL | {"count_include_pad"}, _avg_pool_gradient),
+    **{f"max_pool{n}d": Extern(1, _MAX, _max_pool(n)) for n in (2, 3)},
+    **{f"max_pool{n}d_grad": Extern(3, _MAX, _max_pool_gradient(n)) for n in (2, 3)},
+    **{f"avg_pool{n}d": Extern(1, _AVG, _avg_pool(n)) for n in (2, 3)},
+    **{f"avg_pool{n}d_grad": Extern(1, _AVG, _avg_pool_gradient(n)) for n in (2, 3)},
     "embedding": Extern(2, frozenset(), _lookup),
     "embedding_grad": Extern(2, frozenset(), _lookup_gradient),
     "cat": Extern(1, frozenset({"dim"}), _cat, most=64),
@@ -354,8 +387,23 @@ CALLS: Mapping[str, Extern] = {
 """By name; `runtime.externs.TABLE` holds them beside the products."""
 
 NONDETERMINISTIC: Mapping[str, frozenset[str]] = {
-    "cuda": frozenset({"attention_grad", "max_pool2d_grad", "conv2d_input_grad", "conv2d_weight_grad"}),
-    "cpu": frozenset({"conv2d_weight_grad"}),
+    "cuda": frozenset(
+        {
+            "attention_grad",
+            "max_pool2d_grad",
+            "max_pool3d_grad",
+            "avg_pool3d_grad",
+            "conv2d_input_grad",
+            "conv2d_weight_grad",
+            "conv3d_input_grad",
+            "conv3d_weight_grad",
+            "scatter",
+            "scatter_add",
+            "adaptive_max_pool2d_grad",
+            "adaptive_max_pool3d_grad",
+        }
+    ),
+    "cpu": frozenset({"conv2d_weight_grad", "conv3d_weight_grad"}),
 }
 """Calls, by kind of target, whose bits may change from run to run: atomic sums on a card, on the CPU
 sums that are split by the number of threads.
