@@ -289,6 +289,21 @@ def _avg_pool_gradient(rank: int) -> Callable[[Attrs], Run]:
     return prepare
 
 
+def _adaptive(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"adaptive_max_pool{rank}d")
+
+    def prepare(attrs: Attrs) -> Run:
+        size = _ints(attrs["output_size"])
+        return plain(lambda inputs, outs: call(inputs[0], size))
+
+    return prepare
+
+
+def _adaptive_gradient(rank: int) -> Callable[[Attrs], Run]:
+    call = getattr(aten, f"adaptive_max_pool{rank}d_backward")
+    return lambda attrs: plain(lambda inputs, outs: (call(*inputs),))
+
+
 # Lookup, joining, scans.
 
 
@@ -342,6 +357,68 @@ def _cumsum(attrs: Attrs) -> Run:
     return run
 
 
+def _scan(name: str) -> Callable[[Attrs], Run]:
+    """A running value along `dim`; extrema give their places too."""
+    call = getattr(torch, name)
+
+    def prepare(attrs: Attrs) -> Run:
+        dim = int(attrs["dim"])
+
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            made = call(inputs[0], dim)
+            return (made,) if isinstance(made, Tensor) else tuple(made)
+
+        return plain(run)
+
+    return prepare
+
+
+# Positions along an axis.
+
+
+def _gather(attrs: Attrs) -> Run:
+    dim = int(attrs["dim"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        torch.gather(inputs[0], dim, inputs[1], out=outs[0])
+
+    return run
+
+
+def _scatter(name: str) -> Callable[[Attrs], Run]:
+    call = getattr(torch, name)
+
+    def prepare(attrs: Attrs) -> Run:
+        dim = int(attrs["dim"])
+
+        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            x, places, source = inputs
+            return (call(x, dim, places, source),)
+
+        return plain(run)
+
+    return prepare
+
+
+def _unsort(attrs: Attrs) -> Run:
+    """Positions are a permutation: every element is written once, so the order of writing is no matter."""
+    dim = int(attrs["dim"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        outs[0].scatter_(dim, inputs[1], inputs[0])
+
+    return run
+
+
+def _sort(attrs: Attrs) -> Run:
+    dim, descending = int(attrs["dim"]), bool(attrs["descending"])
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tuple(torch.sort(inputs[0], dim=dim, descending=descending, stable=True))
+
+    return plain(run)
+
+
 def _recurrence(attrs: Attrs) -> Run:
     """h[t] = a[t] h[t-1] + b[t] by doubling: log2(length) passes over the operands."""
     dim = int(attrs["dim"])
@@ -375,6 +452,11 @@ CALLS: Mapping[str, Extern] = {
     "attention_grad": Extern(6, _ATTENTION, lambda a: plain(_Attention(a).backward)),
     **{f"max_pool{n}d": Extern(1, _MAX, _max_pool(n)) for n in (2, 3)},
     **{f"max_pool{n}d_grad": Extern(3, _MAX, _max_pool_gradient(n)) for n in (2, 3)},
+    **{f"adaptive_max_pool{n}d": Extern(1, frozenset({"output_size"}), _adaptive(n)) for n in (2, 3)},
+    **{
+        f"adaptive_max_pool{n}d_grad": Extern(3, frozenset({"output_size"}), _adaptive_gradient(n))
+        for n in (2, 3)
+    },
     **{f"avg_pool{n}d": Extern(1, _AVG, _avg_pool(n)) for n in (2, 3)},
     **{f"avg_pool{n}d_grad": Extern(1, _AVG, _avg_pool_gradient(n)) for n in (2, 3)},
     "embedding": Extern(2, frozenset(), _lookup),
@@ -382,6 +464,11 @@ CALLS: Mapping[str, Extern] = {
     "cat": Extern(1, frozenset({"dim"}), _cat, most=64),
     "pad": Extern(1, frozenset({"before", "after", "value"}), _pad),
     "cumsum": Extern(1, frozenset({"dim"}), _cumsum),
+    **{n: Extern(1, frozenset({"dim"}), _scan(n)) for n in ("cumprod", "cummax", "cummin", "logcumsumexp")},
+    "gather": Extern(2, frozenset({"dim"}), _gather),
+    **{n: Extern(3, frozenset({"dim"}), _scatter(n)) for n in ("scatter", "scatter_add")},
+    "unsort": Extern(2, frozenset({"dim"}), _unsort),
+    "sort": Extern(1, frozenset({"dim", "descending"}), _sort),
     "recurrence": Extern(2, frozenset({"dim"}), _recurrence),
 }
 """By name; `runtime.externs.TABLE` holds them beside the products."""

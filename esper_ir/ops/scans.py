@@ -1,0 +1,146 @@
+"""Running products, extrema and sums of exponentials along an axis. Float32 inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from esper_ir.lazy import torch
+from esper_ir.opdef import (
+    Attrs,
+    ByExpansion,
+    Composite,
+    Cotangents,
+    Emit,
+    Number,
+    Opaque,
+    OpDef,
+    Operand,
+    Operands,
+    Sample,
+    Tolerance,
+    Val,
+    Vals,
+    Wanted,
+)
+from esper_ir.ops.gradients import to, up
+from esper_ir.ops.picking import DIM, resolve_axis
+from esper_ir.ops.reduction import only
+from esper_ir.ops.rules import accept, tensor
+from esper_ir.types import DType, TensorType
+
+Types = Sequence[TensorType | Number]
+
+
+def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    accept([x], "float")
+    return (x,)
+
+
+def _infer_extremum(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    accept([x], "number")
+    return x, TensorType(DType.int64, x.shape)
+
+
+def _backwards(emit: Emit, op: str, x: Val, at: int) -> Val:
+    """A scan from the other end."""
+    return emit("reverse", emit(op, emit("reverse", x, dim=at), dim=at), dim=at)
+
+
+def _vjp_product(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    """sum over t >= i of g[t] y[t] / x[i] before the first zero of a row; at that zero the products without
+    it; 0 behind it, since every product there holds the zero.
+    """
+    g, x, at = cotangents[0], only(inputs), attrs["dim"]
+    if g is None or not wanted[0]:
+        return [None]
+    zero = emit("eq", x, 0.0)
+    seen = emit("running_sum", emit("cast", zero, dtype=x.type.dtype), dim=at)
+    first = emit("logical_and", zero, emit("eq", seen, 1.0))
+    around = emit("running_product", emit("where", first, 1.0, x), dim=at)
+    before = emit("div", _backwards(emit, "running_sum", emit("mul", g, outputs[0]), at), x)
+    behind = emit("where", emit("ge", seen, 1.0), emit("mul", g, around), 0.0)
+    hit = _backwards(emit, "running_sum", behind, at)
+    return [emit("where", emit("eq", seen, 0.0), before, emit("where", first, hit, 0.0))]
+
+
+def _vjp_logsumexp(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    """exp(x[i]) sum over t >= i of g[t] exp(-y[t]), in logarithms, apart for positive and negative g."""
+    g, x, at = cotangents[0], only(inputs), attrs["dim"]
+    if g is None or not wanted[0]:
+        return [None]
+    parts = []
+    for part in (g, emit("neg", g)):
+        size = emit("log", emit("maximum", part, 0.0))
+        behind = _backwards(emit, "running_logsumexp", emit("sub", size, outputs[0]), at)
+        parts.append(emit("exp", emit("add", behind, x)))
+    return [emit("sub", *parts)]
+
+
+def _vjp_extremum(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    g, x = cotangents[0], only(inputs)
+    if g is None or not wanted[0]:
+        return [None]
+    zeros = emit("full", shape=x.type.shape, value=0.0, dtype=x.type.dtype)
+    return [emit("scatter_add", zeros, outputs[1], g, dim=attrs["dim"])]
+
+
+def _expand(primitive: str) -> Any:
+    def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+        x = only(inputs)
+        return (to(emit, emit(primitive, up(emit, x), dim=attrs["dim"]), x.type.dtype),)
+
+    return expand
+
+
+def _wide(call: str) -> Any:
+    def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+        x = inputs[0].float() if inputs[0].dtype.itemsize == 2 else inputs[0]
+        return (getattr(torch, call)(x, attrs["dim"]).to(inputs[0].dtype),)
+
+    return reference
+
+
+def _samples(dtypes: Sequence[str], low: float = -2.0, high: float = 2.0) -> tuple[Sample, ...]:
+    rows = [((5, 7), 1), ((5, 7), 0), ((2, 3, 4), -2)]
+    return tuple(Sample((TensorType.of(d, s),), {"dim": at}, low, high) for d in dtypes for s, at in rows)
+
+
+def _scan(name: str, call: str, lowering: Any, vjp: Any, samples: tuple[Sample, ...]) -> OpDef:
+    return OpDef(
+        name=name, infer=_infer, reference=_wide(call), vjp=vjp, lowering=lowering, samples=samples,
+        arity=(1, 1), params=(DIM,), resolve=resolve_axis, cost=lambda i, o, a: o[0].numel,
+        tolerance=Tolerance(4.0, "every step adds its rounding"), doc=f"torch.{call}",
+    )  # fmt: skip
+
+
+def _extremum(name: str) -> OpDef:
+    return OpDef(
+        name=name, infer=_infer_extremum, vjp=_vjp_extremum, lowering=Opaque(name), arity=(1, 1),
+        reference=lambda i, a: tuple(getattr(torch, name)(i[0], a["dim"])), params=(DIM,),
+        resolve=resolve_axis, cost=lambda i, o, a: o[0].numel, doc=f"torch.{name}: values and places",
+        samples=_samples(("float32", "bfloat16", "float64", "int64")),
+    )  # fmt: skip
+
+
+BOTH, WIDE = ("float32", "bfloat16", "float64"), ("float32", "float64")
+ZERO_ROW = Sample((TensorType.of("float32", (3, 5)),), {"dim": 1}, 0.0, 0.0)
+
+OPS = (
+    _scan("cumprod", "cumprod", Composite(_expand("running_product")), ByExpansion(),
+          (*_samples(BOTH, -1.5, 1.5), ZERO_ROW)),
+    _scan("running_product", "cumprod", Opaque("cumprod"), _vjp_product, _samples(WIDE, -1.5, 1.5)),
+    _scan("logcumsumexp", "logcumsumexp", Composite(_expand("running_logsumexp")), ByExpansion(),
+          _samples(BOTH)),
+    _scan("running_logsumexp", "logcumsumexp", Opaque("logcumsumexp"), _vjp_logsumexp, _samples(WIDE)),
+    _extremum("cummax"),
+    _extremum("cummin"),
+)  # fmt: skip
