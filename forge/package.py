@@ -13,31 +13,23 @@ from esper_ir.graph import Blueprint
 from forge.lower import PhaseLowering
 from forge.lowered import Call, size_of
 from forge.target import Target
-from forge.work import Built, Work
+from forge.work import Work
 from library.canon import canonical_json, sha256_hex
 from library.launch import DimSource, Interface, LaunchManifest, TensorSpec, to_json
-from library.manifest import pack
+from library.manifest import FORMAT, pack
 from runtime.calls import NONDETERMINISTIC
 
-FORMAT = "esper-artifact/1"
 # Versions of what turns a graph into kernels; a change that alters generated kernels bumps its entry.
 TEMPLATES = {"rows": 1, "pointwise": 1, "matmul": 1, "extern": 2, "emit": 2}
 
 
-def version_key(work: Work, built: Built, launch: Mapping[str, Any], interface: str) -> tuple[Any, ...]:
-    """Everything the version hash covers; a test varies each entry and expects another hash."""
-    return (
-        FORMAT,
-        work.target.name,
-        work.target.arch,
-        work.pipeline,
-        work.objective,
-        interface,
-        TEMPLATES,
-        dict(built.toolchain),
-        launch,
-        [str(s.plan) for s in work.kernels.by_key.values()],
-    )
+def version_key(work: Work, stated: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Everything the version hash covers; a test varies each entry and expects another hash.
+
+    `stated` is the whole manifest but for the hash, the id and the blobs that follow from it, so that one id
+    has one content: two spellings of one meaning, or two releases of a library it calls, are two artifacts.
+    """
+    return (TEMPLATES, dict(stated), [str(s.plan) for s in work.kernels.by_key.values()])
 
 
 def interface_of(
@@ -104,27 +96,26 @@ def package(work: Work, library_versions: Mapping[str, str]) -> tuple[dict[str, 
     interface = interface_of(work.blueprint, work.graph.types, wanted)
     plans = tuple(low.plan for low in work.lowerings)
     launch = to_json(LaunchManifest(interface, plans, built.kernels))
-    digest = canonical.interface_digest(work.blueprint)
-    version = sha256_hex(canonical_json(version_key(work, built, launch, digest)))
     blueprint_id = canonical.blueprint_id(work.blueprint)
     calls = externs_of(work.lowerings)
-    manifest = {
+    stated = {
         "format": FORMAT,
-        "artifact_id": f"{blueprint_id[:12]}-{work.target.name}-{work.pipeline}-{version[:8]}",
         "blueprint": {
             "id": blueprint_id,
             "name": work.blueprint.name,
-            "interface": digest,
-            "text": text.to_json(work.blueprint),
+            "interface": canonical.interface_digest(work.blueprint),
+            "text": text.render(work.blueprint),
         },
         "target": target_record(work.target, built.toolchain),
         "pipeline": work.pipeline,
         "objective": work.objective,
-        "version": version,
         "toolchain": dict(built.toolchain),
         "determinism": determinism(calls, work.target),
         "dims": {d.name: {"min": d.min, "max": d.max, "multiple_of": d.multiple_of} for d in interface.dims},
         "launch": launch,
         "externs": [{"op": op, "versions": dict(library_versions)} for op in calls],
     }
+    version = sha256_hex(canonical_json(version_key(work, stated)))
+    artifact_id = f"{blueprint_id[:12]}-{work.target.name}-{work.pipeline}-{version[:8]}"
+    manifest = {**stated, "version": version, "artifact_id": artifact_id}
     return manifest, pack(manifest, built.blobs)

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -57,11 +56,10 @@ class Subject:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """Parsed, the leaves in the order of the launch interface: canonical JSON sorts the names that the
-        text form keeps in order. That the order is the right one is proven by the blueprint's id, which
-        covers it.
+        """Parsed, the leaves in the order of a call. That the order is the right one is proven by the
+        blueprint's id, which covers it.
         """
-        return text.parse(json.dumps(blueprint_text(self.manifest)))
+        return text.parse(blueprint_text(self.manifest))
 
     @cached_property
     def graph(self) -> Graph:

@@ -65,6 +65,12 @@ def insert_blueprint(core: Core, blueprint_id: str, digest: str, name: str) -> B
     return record
 
 
+def set_text(core: Core, blueprint_id: str, digest: str) -> None:
+    """Another spelling of a blueprint's text takes the place of the one kept; inside a transaction."""
+    ledger.append(core.index, "blueprint.text", blueprint_id, {"text": digest})
+    rows.set_blueprint_text(core.index, blueprint_id, digest)
+
+
 def insert_artifact(
     core: Core, unpacked: Container, digest: str, text: str, envelope: bytes, beside: list[SideFile]
 ) -> ArtifactRecord:

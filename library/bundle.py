@@ -23,7 +23,7 @@ from library.canon import JsonLimits, canonical_json, parse_json, sha256_hex
 from library.core import Core
 from library.errors import fail
 from library.loading import open_provenance_bytes, open_verdict
-from library.manifest import Container, unpack
+from library.manifest import Container, blueprint_text, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
 from library.paths import os_error
 from library.records import (
@@ -270,7 +270,7 @@ def _arrival(
     manifest = unpacked.manifest
     if manifest["artifact_id"] != item["id"]:
         raise fail("E0770", f"bundle lists {item['id']!r} but carries {manifest['artifact_id']}")
-    text = canonical_json(manifest["blueprint"]["text"])
+    text = blueprint_text(manifest).encode()
     envelope = _bytes(item["envelope"], "envelope")
     record = artifacts.record_of(unpacked, item["digest"], _ANY_SEQUENCE)
     predicate = open_provenance_bytes(document, record, envelope)

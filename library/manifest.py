@@ -25,7 +25,9 @@ MAGIC = b"ESPERART\x01"
 ALIGN = 64
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_CONTAINER_BYTES = 1 << 30
-FORMAT = "esper-artifact/1"
+FORMAT = "esper-artifact/2"
+# Version 1 held the blueprint's text as an object of the canonical manifest, which sorts names.
+FORMATS = ("esper-artifact/1", FORMAT)
 KINDS = ("cuda", "hip", "cpu")
 DETERMINISM = ("deterministic", "library-nondeterministic")
 _HEAD = len(MAGIC) + 8
@@ -148,9 +150,10 @@ def check_manifest(manifest: Any) -> None:
     for key, kind in _TOP.items():
         if type(manifest[key]) is not kind:
             raise fail("E0733", f"manifest field {key!r} must be {kind.__name__}", node=key)
-    if manifest["format"] != FORMAT:
-        raise fail("E0706", f"container format {manifest['format']!r}, this version reads {FORMAT!r}")
-    _check_blueprint(manifest["blueprint"])
+    if manifest["format"] not in FORMATS:
+        known = " and ".join(FORMATS)
+        raise fail("E0706", f"container format {manifest['format'][:80]!r}, this version reads {known}")
+    _check_blueprint(manifest["blueprint"], manifest["format"])
     _check_target(manifest["target"])
     for key in ("pipeline", "objective"):
         _want(bool(_NAME.match(manifest[key])), key, "a lower-case name")
@@ -168,7 +171,7 @@ def _checked_id(manifest: dict[str, Any]) -> str:
         raise fail("E0733", f"manifest lacks what its id is made of: {error}") from error
 
 
-def _check_blueprint(value: dict[str, Any]) -> None:
+def _check_blueprint(value: dict[str, Any], version: str) -> None:
     _want(
         value.keys() == {"id", "name", "interface", "text"}, "blueprint", "exactly id, name, interface, text"
     )
@@ -179,7 +182,11 @@ def _check_blueprint(value: dict[str, Any]) -> None:
         "a text of at most 256",
     )
     _want(_is_hex(value["interface"], None), "blueprint.interface", "hexadecimal")
-    _want(isinstance(value["text"], dict), "blueprint.text", "an object")
+    text = value["text"]
+    if version == FORMAT:
+        _want(isinstance(text, str), "blueprint.text", "the text of a JSON object")
+        text = parse_json(text.encode())
+    _want(isinstance(text, dict), "blueprint.text", "an object")
 
 
 def _check_target(value: dict[str, Any]) -> None:
@@ -221,12 +228,20 @@ def _align(offset: int) -> int:
     return (offset + ALIGN - 1) // ALIGN * ALIGN
 
 
-def blueprint_text(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The blueprint's JSON with its tensors in the order of a call.
+def blueprint_text(manifest: Mapping[str, Any]) -> str:
+    """The blueprint's JSON text, its names in the order in which they were given: that of a call."""
+    text = manifest["blueprint"]["text"]
+    return text if isinstance(text, str) else json.dumps(_ordered(manifest), ensure_ascii=False)
 
-    Canonical JSON sorts names, but the order of inputs and parameters is meaning: it is that of the launch
-    interface.
-    """
+
+def blueprint_document(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, parsed."""
+    text = manifest["blueprint"]["text"]
+    return json.loads(text) if isinstance(text, str) else _ordered(manifest)
+
+
+def _ordered(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The text of a version 1 manifest. Its names are sorted; their order is that of the launch interface."""
     text = dict(manifest["blueprint"]["text"])
     inputs = manifest["launch"].get("interface", {}).get("inputs", ())
     place = {spec["name"]: at for at, spec in enumerate(inputs)}

@@ -4,20 +4,21 @@ compile job.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from esper_ir.diagnostics import EsperError
-from library import jobs, rows
-from library.canon import canonical_json, sha256_hex
+from library import artifacts, jobs, rows
+from library.canon import canonical_json, parse_json, sha256_hex
 from library.core import Core
-from library.manifest import unpack
+from library.manifest import blueprint_text, unpack
 from library.records import ARCHIVED, ArtifactRecord
 
 
 @dataclass(frozen=True)
 class Repair:
-    """What was done about one object of one artifact: "restored", "job filed", "job waiting" or "lost"."""
+    """What was done about an object: "restored", "put in order", "job filed", "job waiting" or "lost"."""
 
     artifact_id: str
     digest: str
@@ -29,7 +30,8 @@ def repair(core: Core, records: Sequence[ArtifactRecord], objects: Mapping[str, 
     """Put back every missing or corrupt object of `records` that `objects` (from bundles, by digest) holds.
 
     A container that is nowhere becomes a compile job for its blueprint; a blueprint's text is taken from a
-    sound container; a side file that is nowhere is reported lost, since nothing loads it.
+    sound container; a side file that is nowhere is reported lost, since nothing loads it. A text whose names
+    were sorted, as earlier versions kept it, is exchanged for the one in order.
     """
     core.refuse_readonly()
     done: list[Repair] = []
@@ -39,6 +41,7 @@ def repair(core: Core, records: Sequence[ArtifactRecord], objects: Mapping[str, 
         for digest, what in _wanted(core, record):
             if not _sound(core, digest):
                 done.append(_mend(core, record, digest, what, objects))
+        done += _in_order(core, record)
     return done
 
 
@@ -71,7 +74,24 @@ def _mend(core: Core, record: ArtifactRecord, digest: str, what: str, objects: M
 
 
 def _blueprint_text(core: Core, record: ArtifactRecord, digest: str) -> bytes | None:
+    """The text inside a sound container, in the spelling that has this digest."""
     if not _sound(core, record.digest):
         return None
-    text = canonical_json(unpack(core.blobs.read_raw(record.digest)).manifest["blueprint"]["text"])
-    return text if sha256_hex(text) == digest else None
+    ordered = blueprint_text(unpack(core.blobs.read_raw(record.digest)).manifest).encode()
+    spellings = (ordered, canonical_json(parse_json(ordered)))
+    return next((text for text in spellings if sha256_hex(text) == digest), None)
+
+
+def _in_order(core: Core, record: ArtifactRecord) -> list[Repair]:
+    known = rows.blueprint(core.index, record.blueprint)
+    if known is None or not _sound(core, known.text_digest) or not _sound(core, record.digest):
+        return []
+    kept = core.blobs.read_raw(known.text_digest)
+    ordered = blueprint_text(unpack(core.blobs.read_raw(record.digest)).manifest).encode()
+    said, meant = parse_json(kept), parse_json(ordered)
+    if kept != canonical_json(said) or said != meant or json.dumps(said) == json.dumps(meant):
+        return []
+    digest = sha256_hex(ordered)
+    with core.publishing({digest: ordered}, f"repair {record.id}"):
+        artifacts.set_text(core, known.id, digest)
+    return [Repair(record.id, digest, "blueprint", "put in order")]

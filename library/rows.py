@@ -49,6 +49,10 @@ def set_blueprint_state(index: Index, blueprint_id: str, state: str, reason: str
     index.run("UPDATE blueprints SET state = ?, reason = ? WHERE id = ?", (state, reason, blueprint_id))
 
 
+def set_blueprint_text(index: Index, blueprint_id: str, digest: str) -> None:
+    index.run("UPDATE blueprints SET text_digest = ? WHERE id = ?", (digest, blueprint_id))
+
+
 def artifact(index: Index, artifact_id: str) -> ArtifactRecord | None:
     row = index.row(f"SELECT {_ARTIFACT} FROM artifacts WHERE id = ?", (artifact_id,))
     return ArtifactRecord(*row) if row else None

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from library import artifacts, curate, gc, ledger, lineage, outcomes, query, rows, verdicts
-from library.canon import canonical_json, parse_json, sha256_hex
+from library.canon import parse_json, sha256_hex
 from library.contracts import CompiledKernelArtifact, FieldReport, KernelQuery, KernelQueryResult
 from library.core import Core
 from library.errors import fail
 from library.loading import load_artifact, open_provenance
-from library.manifest import unpack
+from library.manifest import blueprint_text, unpack
 from library.records import (
     ARTIFACT_MOVES,
     BLUEPRINT_MOVES,
@@ -128,7 +128,7 @@ class Library(Core):
         known = artifacts.known_content(self, unpacked.manifest["artifact_id"], digest)
         if known is not None and self.blobs.has(digest):
             return known
-        text = canonical_json(unpacked.manifest["blueprint"]["text"])
+        text = blueprint_text(unpacked.manifest).encode()
         beside = [SideFile(name, sha256_hex(data), len(data)) for name, data in sorted(files.items())]
         envelope = artifacts.sign_provenance(self, unpacked, digest, beside, provenance or {})
         contents = {digest: container, sha256_hex(text): text, **{f.digest: files[f.name] for f in beside}}

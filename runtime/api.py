@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from esper_ir.diagnostics import EsperError
-from library.manifest import blueprint_text
+from library.manifest import blueprint_document
 from library.paths import library_home
 from library.store import Library
 from runtime import binding, loader, system
@@ -63,7 +63,7 @@ def twin(
     """The eager twin of an artifact: a module of plain torch with the same parameter names, any number of
     derivatives."""
     entry = loader.load_entry(name, library=library, allow_unvalidated=allow_unvalidated)
-    return module_of(blueprint_text(entry.container.manifest), entry.program.device)
+    return module_of(blueprint_document(entry.container.manifest), entry.program.device)
 
 
 def same_on_all_ranks(block: Block, group: Any = None) -> str:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
-from library.manifest import blueprint_text
+from library.manifest import blueprint_document
 from runtime import functions, parameters
 from runtime.driver import STICKY
 from runtime.eager import twin_of
@@ -55,7 +55,7 @@ class Handle:
 
     def eager(self) -> nn.Module:
         if self.twin is None:
-            self.twin = twin_of(blueprint_text(self.entry.container.manifest))
+            self.twin = twin_of(blueprint_document(self.entry.container.manifest))
         return self.twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
@@ -107,7 +107,7 @@ class Block(nn.Module):
         self._own_names = tuple(s.name for s in own)
         self._can = tuple(s.name in program.interface.differentiable for s in specs)
         place = device if device is not None else program.device
-        text = manifest["blueprint"]["text"]
+        text = blueprint_document(manifest) if own else {}
         self._flat = all(s.kind == "param" and "." not in s.name for s in own)
         parameters.attach(self, own, text, program.interface.differentiable, place)
         self._bind()

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
-from library.manifest import FORMAT, pack
+from library.manifest import FORMAT, FORMATS, pack
 from library.store import Library
+
+
+def text_of(blueprint: int) -> str:
+    """A blueprint's text whose names do not stand in the order of the alphabet."""
+    leaf = {"dtype": "float32", "shape": [4]}
+    text = {"name": f"block_{blueprint}", "inputs": {"z": leaf, "a": leaf}, "nodes": [], "metadata": {}}
+    return json.dumps(text, indent=1)
 
 
 def make_manifest(number: int = 0, *, blueprint: int = 0, **changes: Any) -> dict[str, Any]:
@@ -18,7 +26,7 @@ def make_manifest(number: int = 0, *, blueprint: int = 0, **changes: Any) -> dic
             "id": hashlib.sha256(b"blueprint%d" % blueprint).hexdigest(),
             "name": f"block_{blueprint}",
             "interface": "ab12",
-            "text": {"name": f"block_{blueprint}", "nodes": []},
+            "text": text_of(blueprint),
         },
         "target": {"name": "cpu-v3", "kind": "cpu", "arch": "x86-64-v3"},
         "pipeline": "fast",
@@ -31,6 +39,16 @@ def make_manifest(number: int = 0, *, blueprint: int = 0, **changes: Any) -> dic
         "externs": [],
     }
     return {**manifest, **changes}
+
+
+def old_manifest(number: int = 0, *, blueprint: int = 0) -> dict[str, Any]:
+    """The same in the first format: the text as an object, whose names canonical JSON sorts."""
+    new = make_manifest(number, blueprint=blueprint)
+    tensor = {"kind": "input", "dtype": "float32", "shape": [4]}
+    interface = {"inputs": [{"name": "z", **tensor}, {"name": "a", **tensor}]}
+    text = {"text": json.loads(text_of(blueprint))}
+    launch = {**new["launch"], "interface": interface}
+    return {**new, "format": FORMATS[0], "blueprint": {**new["blueprint"], **text}, "launch": launch}
 
 
 def make_container(number: int = 0, *, size: int = 2000, blueprint: int = 0, **changes: Any) -> bytes:

@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 
 from esper_ir.diagnostics import EsperError
-from library import curate, jobs, leases, lineage, outcomes, rows
+from library import curate, history, jobs, leases, lineage, outcomes, rows
 from library.audit import verify_library
-from library.bundle import export_bundle, read_bundle, read_file
+from library.bundle import export_bundle, import_bundle, read_bundle, read_file
+from library.canon import canonical_json, sha256_hex
 from library.contracts import FieldReport, KernelQuery
+from library.manifest import FORMATS, pack
 from library.records import ARCHIVED, SUPERSEDED, VALIDATED
 from library.repair import repair
 from library.store import Library
-from tests.library.helpers import contents, flip, make_container, make_manifest, object_path, validated
+from tests.library.helpers import (
+    contents,
+    flip,
+    make_container,
+    make_manifest,
+    object_path,
+    old_manifest,
+    text_of,
+    validated,
+)
 
 
 def code_of(call: object, *args: object, **kwargs: object) -> str:
@@ -192,6 +203,47 @@ def test_repair_without_a_bundle_files_a_job(lib: Library, home: Path) -> None:
     assert (job.kind, job.subject, job.labels["target"]) == ("compile", record.blueprint, "cpu-v3")
     lib.put_artifact(make_container())
     assert lib.load(artifact).record.id == artifact
+
+
+def test_the_text_of_a_blueprint_keeps_its_order_everywhere(lib: Library, home: Path, fast_tmp: Path) -> None:
+    """Stored, sent to another library, lost and repaired: the same text."""
+    artifact = validated(lib)
+    blueprint = lib.record(artifact).blueprint
+    assert lib.blueprint_text(blueprint).decode() == text_of(0)
+    export_bundle(lib, lib.artifacts(), fast_tmp / "b")
+    with Library.open(fast_tmp / "other") as other:
+        import_bundle(other, read_file(fast_tmp / "b"))
+        assert other.blueprint_text(blueprint).decode() == text_of(0)
+    object_path(home, lib.blueprint(blueprint).text_digest).unlink()
+    assert {r.action for r in repair(lib, lib.artifacts(), {})} == {"restored"}
+    assert lib.blueprint_text(blueprint).decode() == text_of(0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_text_kept_with_sorted_names_is_put_in_order(lib: Library, home: Path, lost: bool) -> None:
+    """What an earlier version wrote for a container of the first format."""
+    container = pack(old_manifest(), [("code", "elf", b"x")])
+    kept = canonical_json(json.loads(text_of(0)))
+    lib.put_blueprint(make_manifest()["blueprint"]["id"], kept, "block_0")
+    record = lib.put_artifact(container)
+    assert lib.blueprint_text(record.blueprint) == kept, "the first text of an id stays"
+    if lost:
+        object_path(home, sha256_hex(kept)).unlink()
+    actions = [r.action for r in repair(lib, lib.artifacts(), {})]
+    assert actions == (["restored", "put in order"] if lost else ["put in order"])
+    assert list(json.loads(lib.blueprint_text(record.blueprint))["inputs"]) == ["z", "a"]
+    assert repair(lib, lib.artifacts(), {}) == []
+    assert history.audit(lib).findings == ()
+    lib.collect(grace_s=0, dry_run=False)
+    assert not lib.blobs.has(sha256_hex(kept)) and lib.blueprint_text(record.blueprint)
+
+
+def test_containers_of_both_formats_live_together(lib: Library) -> None:
+    old = lib.put_artifact(pack(old_manifest(1), [("code", "elf", b"x")])).id
+    lib.record_verdict(old, {"policy": "p"}, passed=True)
+    new = validated(lib, 2)
+    assert tuple(lib.load(i).container.manifest["format"] for i in (old, new)) == FORMATS
+    assert verify_library(lib, lib.artifacts(), contents=True).findings == ()
 
 
 def test_verify_tells_kinds_apart_and_goes_on(lib: Library, home: Path) -> None:

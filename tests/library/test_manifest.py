@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json, parse_json, sha256_hex
-from library.manifest import ALIGN, MAGIC, artifact_id_of, pack, unpack
-from tests.library.helpers import make_container, make_manifest
+from library.manifest import (
+    ALIGN,
+    MAGIC,
+    artifact_id_of,
+    blueprint_document,
+    blueprint_text,
+    pack,
+    unpack,
+)
+from tests.library.helpers import make_container, make_manifest, old_manifest, text_of
 
 HEAD = len(MAGIC) + 8
 
@@ -85,6 +93,11 @@ CHANGES: dict[str, Any] = {
     "blueprint of the id": lambda m: m["blueprint"].update(id="0" * 64),
     "short version": lambda m: m.update(version=m["version"][:8]),
     "upper-case hash": lambda m: m["blueprint"].update(interface="AB"),
+    "text that is an object": lambda m: m["blueprint"].update(text={"name": "x"}),
+    "text that is a list": lambda m: m["blueprint"].update(text="[]"),
+    "text that is no JSON": lambda m: m["blueprint"].update(text="{"),
+    "text with a key twice": lambda m: m["blueprint"].update(text='{"a":1,"a":2}'),
+    "text too deep": lambda m: m["blueprint"].update(text='{"a":' + "[" * 200 + "]" * 200 + "}"),
     "kind": lambda m: m["target"].update(kind="tpu"),
     "path in target": lambda m: m["target"].update(name="../x"),
     "determinism": lambda m: m.update(determinism="maybe"),
@@ -109,7 +122,7 @@ def test_changed_manifests_are_refused(name: str) -> None:
 
 def test_newer_format_is_named() -> None:
     with pytest.raises(EsperError) as error:
-        unpack(respell(make_container(), lambda m: m.update(format="esper-artifact/2")))
+        unpack(respell(make_container(), lambda m: m.update(format="esper-artifact/3")))
     assert error.value.code == "E0706"
 
 
@@ -132,3 +145,18 @@ def test_length_that_lies() -> None:
         with pytest.raises(EsperError) as error:
             unpack(bytes(data))
         assert error.value.exit_code == 11
+
+
+def test_the_text_of_a_blueprint_keeps_its_order() -> None:
+    found = unpack(make_container()).manifest
+    assert blueprint_text(found) == text_of(0)
+    assert list(blueprint_document(found)["inputs"]) == ["z", "a"]
+
+
+def test_a_container_of_the_first_format_is_read_in_order() -> None:
+    """Its names were sorted; the launch interface knows their order."""
+    found = unpack(pack(old_manifest(), [])).manifest
+    assert list(found["blueprint"]["text"]["inputs"]) == ["a", "z"], "sorted, as the format had it"
+    assert list(blueprint_document(found)["inputs"]) == ["z", "a"]
+    assert list(parse_json(blueprint_text(found).encode())["inputs"]) == ["z", "a"]
+    assert found["artifact_id"] == artifact_id_of(make_manifest())

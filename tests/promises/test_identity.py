@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +21,6 @@ from library.manifest import pack
 from tests.promises.shelf import Shelf
 from tests.source import ROOT
 
-Key = tuple[Any, ...]
-
 
 @pytest.fixture(scope="module")
 def work() -> Work:
@@ -29,63 +28,76 @@ def work() -> Work:
     return run(pipeline("fast"), Work(blueprint, resolve("cpu"), "fast"))
 
 
-def _key(work: Work, launch: Mapping[str, Any], interface: str = "a" * 64) -> str:
-    assert work.built is not None
-    return sha256_hex(canonical_json(package.version_key(work, work.built, launch, interface)))
+def _stated(work: Work) -> dict[str, Any]:
+    """The manifest as the key sees it."""
+    return {k: v for k, v in work.manifest.items() if k not in ("version", "artifact_id")}
 
 
-def _launch(work: Work) -> dict[str, Any]:
-    return dict(work.manifest["launch"])
+def _key(work: Work, stated: Mapping[str, Any]) -> str:
+    return sha256_hex(canonical_json(package.version_key(work, stated)))
 
 
-def _target(work: Work, **changed: Any) -> Work:
-    return dataclasses.replace(work, target=dataclasses.replace(work.target, **changed))
+def _other(value: Any) -> Any:
+    """A value of the same kind that differs."""
+    if isinstance(value, dict):
+        return {**value, "other": "x"}
+    return [*value, "x"] if isinstance(value, list) else f"{value}x"
 
 
-def _tools(work: Work, name: str, value: Any) -> Work:
-    assert work.built is not None
-    built = dataclasses.replace(work.built, toolchain={**work.built.toolchain, name: value})
-    return dataclasses.replace(work, built=built)
+def test_the_key_covers_the_whole_manifest(work: Work) -> None:
+    """One id has one content: whatever a manifest says is in the hash that its id ends in."""
+    stated = _stated(work)
+    before = _key(work, stated)
+    assert before == _key(work, dict(stated)) == work.manifest["version"]
+    for field, value in stated.items():
+        assert _key(work, {**stated, field: _other(value)}) != before, field
+    for part, value in stated["blueprint"].items():
+        changed = {**stated["blueprint"], part: _other(value)}
+        assert _key(work, {**stated, "blueprint": changed}) != before, part
 
 
-WORKS: dict[str, Callable[[Work], Work]] = {
-    "target": lambda w: _target(w, name="other"),
-    "arch": lambda w: _target(w, arch="other"),
-    "pipeline": lambda w: dataclasses.replace(w, pipeline="standard"),
-    "objective": lambda w: dataclasses.replace(w, objective="memory"),
-    "compiler": lambda w: _tools(w, "compiler", "gcc 99"),
-    "flags": lambda w: _tools(w, "flags", ["-O0"]),
-    "march": lambda w: _tools(w, "march", "other"),
-    "ptxas": lambda w: _tools(w, "ptxas", "99.0"),
-    "fp_fusion": lambda w: _tools(w, "fp_fusion", "other"),
-}
+@pytest.mark.parametrize("name", ["compiler", "flags", "march", "fp_fusion"])
+def test_a_tool_changes_the_id(work: Work, name: str) -> None:
+    assert name in work.manifest["toolchain"]
+    stated = _stated(work)
+    tools = {**stated["toolchain"], name: "another"}
+    assert _key(work, {**stated, "toolchain": tools}) != _key(work, stated)
 
 
-@pytest.mark.parametrize("field", [*WORKS, "interface", "launch", "format", "templates"])
-def test_every_field_changes_the_id(work: Work, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _key(work, _launch(work))
-    assert before == _key(work, _launch(work))
-    changed, launch, interface = work, _launch(work), "a" * 64
-    if field in WORKS:
-        changed = WORKS[field](work)
-    elif field == "interface":
-        interface = "b" * 64
-    elif field == "launch":
-        launch = {**launch, "plans": launch["plans"][:-1]}
-    elif field == "format":
-        monkeypatch.setattr(package, "FORMAT", "esper-artifact/99")
-    else:
-        monkeypatch.setattr(package, "TEMPLATES", {**package.TEMPLATES, "rows": 99})
-    assert _key(changed, launch, interface) != before
+def test_a_template_changes_the_id(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _key(work, _stated(work))
+    monkeypatch.setattr(package, "TEMPLATES", {**package.TEMPLATES, "rows": 99})
+    assert _key(work, _stated(work)) != before
 
 
 def test_a_plan_changes_the_id(work: Work) -> None:
     """The frozen choices are in the key by the text of every kernel plan."""
-    before = _key(work, _launch(work))
+    before = _key(work, _stated(work))
     kernels = dict(work.kernels.by_key)
     kernels.pop(next(iter(kernels)))
     other = dataclasses.replace(work, kernels=dataclasses.replace(work.kernels, by_key=kernels))
-    assert _key(other, _launch(work)) != before
+    assert _key(other, _stated(work)) != before
+
+
+def _renamed(document: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(document).replace('"s"', '"summed"'))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda d: {**d, "metadata": {"note": "another"}}, _renamed, lambda d: {**d, "name": "another"}],
+    ids=["note", "value renamed", "block renamed"],
+)
+def test_an_edit_without_meaning_is_another_artifact_of_the_same_blueprint(
+    work: Work, edit: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Never the same id with other bytes, which a library refuses."""
+    document = json.loads((ROOT / "examples" / "rmsnorm_residual.json").read_text())
+    other = run(
+        pipeline("fast"), Work(text.parse(json.dumps(edit(document))), resolve("cpu"), "fast")
+    ).manifest
+    assert other["blueprint"]["id"] == work.manifest["blueprint"]["id"]
+    assert other["artifact_id"] != work.manifest["artifact_id"]
 
 
 @pytest.mark.parametrize(

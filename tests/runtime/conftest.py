@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from library.launch import LaunchManifest, to_json
 from library.manifest import FORMAT, pack
 from library.store import Library
+from runtime import loader
 from tests.runtime import artifacts as a
+from tests.runtime import shelf
 
 TEXT: dict[str, Any] = {
     "format": "esper-blueprint/1",
@@ -28,7 +31,7 @@ def manifest(launch: LaunchManifest, **changes: Any) -> dict[str, Any]:
     """A manifest for `scale`; top-level fields can be exchanged."""
     return {
         "format": FORMAT,
-        "blueprint": {"id": "ab" * 32, "name": "scale", "interface": "cd" * 32, "text": TEXT},
+        "blueprint": {"id": "ab" * 32, "name": "scale", "interface": "cd" * 32, "text": json.dumps(TEXT)},
         "target": {"name": "cpu-v2", "kind": "cpu", "arch": "x86-64-v2", "match": "minimum"},
         "pipeline": "fast",
         "objective": "speed",
@@ -60,3 +63,27 @@ def put(esper_library: Path) -> Iterator[Put]:
             return record.id
 
         yield store
+
+
+@pytest.fixture(scope="session")
+def shelf_home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A library of `tests.runtime.shelf`, and artifact ids by name."""
+    home = tmp_path_factory.mktemp("shelf")
+    home.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ESPER_LIBRARY", str(home / "library"))
+        patch.setenv("ESPER_KEYS", str(home / "keys"))
+        return home, shelf.fill(home)
+
+
+@pytest.fixture
+def ids(shelf_home: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Artifact ids by name, their library being the one in force."""
+    home, made = shelf_home
+    monkeypatch.setenv("ESPER_LIBRARY", str(home / "library"))
+    monkeypatch.setenv("ESPER_KEYS", str(home / "keys"))
+    monkeypatch.delenv("ESPER_STRICT", raising=False)
+    loader.cache().release()
+    loader._meant.clear()
+    loader._libraries.clear()
+    return made

@@ -3,6 +3,7 @@ refusals."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -60,7 +61,10 @@ def two_way() -> LaunchManifest:
 
 def put_two_way(put: Put) -> str:
     text = {**TEXT, "inputs": {**TEXT["inputs"], "r": TEXT["inputs"]["x"]}}
-    return put(two_way(), blueprint={"id": "cd" * 32, "name": "two", "interface": "cd" * 32, "text": text})
+    return put(
+        two_way(),
+        blueprint={"id": "cd" * 32, "name": "two", "interface": "cd" * 32, "text": json.dumps(text)},
+    )
 
 
 @DISPATCH
