@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from runtime.api import twin as twin
     from runtime.binding import Block as Block
     from runtime.loader import UnvalidatedWarning as UnvalidatedWarning
+    from runtime.swapping import Fit as Fit
+    from runtime.swapping import swap as swap
+    from runtime.swapping import swapped as swapped
 
 _HOMES = {
     "load": "runtime.api",
@@ -27,8 +30,22 @@ _HOMES = {
     "same_on_all_ranks": "runtime.api",
     "Block": "runtime.binding",
     "UnvalidatedWarning": "runtime.loader",
+    "Fit": "runtime.swapping",
+    "swap": "runtime.swapping",
+    "swapped": "runtime.swapping",
 }
-__all__ = ["Block", "UnvalidatedWarning", "cache_info", "doctor", "load", "same_on_all_ranks", "twin"]
+__all__ = [
+    "Block",
+    "Fit",
+    "UnvalidatedWarning",
+    "cache_info",
+    "doctor",
+    "load",
+    "same_on_all_ranks",
+    "swap",
+    "swapped",
+    "twin",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,6 +46,11 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E0833": (EXIT_BACKEND, "sandbox level not reached"),
     "E0834": (EXIT_FAILURE, "worker raised"),
     "E0840": (EXIT_CONFLICT, "ranks run different plans"),
+    "E0850": (EXIT_NOT_FOUND, "no module to replace"),
+    "E0851": (EXIT_USAGE, "artifact does not fit the module"),
+    "E0852": (EXIT_CONFLICT, "artifact and module give other results"),
+    "E0853": (EXIT_CONFLICT, "module replaced already, or wrapped since"),
+    "E0854": (EXIT_USAGE, "call that the block has no place for"),
 }
 
 fail = Refusals(CODES)

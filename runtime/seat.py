@@ -1,0 +1,207 @@
+"""What sits in a module whose forward an artifact runs: which tensors of the module are which leaves, how
+inputs are folded, and the way back to the module's own forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_ir.diagnostics import EsperError
+from runtime.adapters import Unfoldable, adapted, is_adapter
+from runtime.binding import SERVED_EAGERLY, Block
+from runtime.errors import fail
+from runtime.state import recomputing
+
+log = logging.getLogger("esper.runtime")
+NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+_is_compiling = torch.compiler.is_compiling
+
+
+@dataclass(frozen=True)
+class Options:
+    """`fallback`: "error" or "eager", as for `runtime.load`; `check`: compare with the module first."""
+
+    fallback: str = "error"
+    check: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a module: the submodules on the way, its name, and how its axes are ordered for the leaf
+    (empty: as they are)."""
+
+    owners: tuple[str, ...]
+    name: str
+    order: tuple[int, ...] = ()
+
+    @property
+    def path(self) -> str:
+        return ".".join((*self.owners, self.name))
+
+    def of(self, module: nn.Module) -> Tensor:
+        """The tensor as it is now: parametrised, sharded and gathered, or adapted ones included."""
+        at: Any = module
+        for part in self.owners:
+            at = getattr(at, part) if _is_compiling() else at._modules[part]
+        value = adapted(at, self.name) if is_adapter(at) else getattr(at, self.name)
+        return value.permute(self.order) if self.order else value
+
+
+class Seat:
+    """`seat(module, args, kwargs)` is the module's result by the artifact."""
+
+    def __init__(
+        self,
+        name: str,
+        block: Block,
+        original: type[nn.Module],
+        places: Sequence[Place | Tensor],
+        params: tuple[str, ...],
+        options: Options,
+    ) -> None:
+        self.name, self.block, self.original, self.options = name, block, original, options
+        self.places, self.params = tuple(places), params
+        interface = block.program.interface
+        inputs = [spec for spec in interface.inputs if spec.kind == "input"]
+        self.arity = len(inputs)
+        self.ranks = tuple(len(spec.shape) for spec in inputs)
+        # Only an axis that the range of a dim covers can take others into it.
+        self.leads = tuple(bool(s.shape) and isinstance(s.shape[0], str) for s in inputs)
+        self.dims = tuple(str(s.shape[0]) if s.shape else "" for s in inputs)
+        self.out_dims = tuple(str(s.shape[0]) if s.shape else "" for s in interface.outputs)
+        self.single = len(interface.outputs) == 1
+        self.channels_last = False
+        self.folds = True
+        self.mode = "always"
+        self.updates: Mapping[str, int] = {}
+        self.eager_calls = 0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.mode != "always" and module.training != (self.mode == "train"):
+            return self.original.forward(module, *args, **kwargs)
+        if self.options.fallback == "error" or _is_compiling():
+            return self.run(module, self.inputs(args, kwargs))
+        try:
+            return self.run(module, self.inputs(args, kwargs))
+        except EsperError as error:
+            if error.code not in SERVED_EAGERLY | {"E0811", "E0854"}:
+                raise
+            if not self.eager_calls:
+                log.warning("%s: answered by the module itself: %s", self.name, error.message)
+            self.eager_calls += 1
+        return self.original.forward(module, *args, **kwargs)
+
+    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The block's inputs of a call; E0854 for arguments that the block has no place for."""
+        if len(args) == self.arity and not kwargs:
+            return args
+        given = dict(zip(self.params, args, strict=False)) | dict(kwargs)
+        named = self.params[: self.arity]
+        further = [k for k, v in given.items() if k not in named and v is not None]
+        absent = [k for k in named if k not in given]
+        if further or absent or len(args) > len(self.params):
+            told = ", ".join([*(f"{k} given" for k in further), *(f"{k} missing" for k in absent)])
+            raise fail(
+                "E0854",
+                f"{self.name} by {self.block.artifact_id} takes ({', '.join(named)}): {told}",
+                node=self.name,
+                hint="swap(..., fallback='eager') has the module answer such calls",
+            )
+        return tuple(given[k] for k in named)
+
+    def run(self, module: nn.Module, inputs: Sequence[Tensor]) -> Any:
+        """The block on the module's tensors. Errors as of a block's call."""
+        try:
+            leaves = [p if isinstance(p, Tensor) else p.of(module) for p in self.places]
+        except Unfoldable as reason:
+            raise fail("E0854", f"{self.name}: {reason}", node=self.name) from None
+        lead: dict[str, tuple[int, ...]] = {}
+        tensors = [self._folded(at, value, lead) for at, value in enumerate(inputs)]
+        found = self.block(*tensors, *leaves)
+        outputs = (found,) if self.single else found
+        if self.updates and module.training:
+            self._update(module, outputs)
+        keep = len(outputs) - len(self.updates)
+        shaped = tuple(
+            self._unfolded(value, lead.get(dim, ()))
+            for value, dim in zip(outputs[:keep], self.out_dims, strict=False)
+        )
+        return shaped[0] if keep == 1 else shaped
+
+    def _folded(self, at: int, value: Tensor, lead: dict[str, tuple[int, ...]]) -> Tensor:
+        if self.channels_last and value.dim() == 4:
+            return value.permute(NHWC)
+        extra = value.dim() - self.ranks[at]
+        if extra <= 0 or not self.leads[at] or not self.folds:
+            return value
+        lead[self.dims[at]] = tuple(value.shape[: extra + 1])
+        return value.reshape(-1, *value.shape[extra + 1 :])
+
+    def _unfolded(self, value: Tensor, lead: tuple[int, ...]) -> Tensor:
+        if self.channels_last and value.dim() == 4:
+            return value.permute(NCHW)
+        return value.unflatten(0, lead) if lead else value
+
+    def _update(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Running statistics and the like: once per step, so not while a backward recomputes this forward."""
+        if not _is_compiling() and recomputing():
+            return
+        for name, at in self.updates.items():
+            path, _, last = name.rpartition(".")
+            buffer = getattr(module.get_submodule(path), last)
+            with torch.no_grad():
+                buffer.copy_(outputs[at].reshape(buffer.shape))
+
+    def report(self) -> dict[str, Any]:
+        """The block's report, and what answers in its place."""
+        places = [p.path if isinstance(p, Place) else "constant" for p in self.places]
+        return {**self.block.report(), "leaves": places, "eager_calls": self.eager_calls, "mode": self.mode}
+
+
+class Swapped(nn.Module):
+    """In front of a module's own class while an artifact runs its forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._esper_seat(self, args, kwargs)  # type: ignore[operator]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A class made at run time cannot be found by name: say which one it was made from.
+        return revive, (self.__dict__["_esper_seat"].original,), dict(self.__dict__)
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `original`, under the same name: policies that go by names and types still match."""
+    found = _classes.get(original)
+    if found is None:
+        facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        found = _classes[original] = type(original.__name__, (Swapped, original), facts)
+    return found
+
+
+def revive(original: type[nn.Module]) -> nn.Module:
+    """An empty module of the swapped class, for copies and pickles."""
+    kind = swapped_class(original)
+    return kind.__new__(kind)
+
+
+def seat_of(module: nn.Module) -> Seat | None:
+    return module.__dict__.get("_esper_seat")
+
+
+def unseat(module: nn.Module) -> Seat | None:
+    """Give the module its own class back; None when another class was put around it since."""
+    seat = module.__dict__["_esper_seat"]
+    if type(module) is not swapped_class(seat.original):
+        return None
+    module.__class__ = seat.original
+    del module.__dict__["_esper_seat"]
+    return seat
