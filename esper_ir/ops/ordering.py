@@ -191,8 +191,6 @@ def _sort_samples(**attrs: Any) -> tuple[Sample, ...]:
     return tuple(Sample((TensorType.of(d, s),), {"dim": at, **attrs}) for d, s, at in rows)
 
 
-
-
 OPS = (
     _arg("argmax", True),
     _arg("argmin", False),

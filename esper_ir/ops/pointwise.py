@@ -12,6 +12,7 @@ from esper_ir.lazy import torch
 from esper_ir.opdef import (
     Attr,
     Attrs,
+    Composite,
     Cotangents,
     Emit,
     InferRule,
@@ -138,6 +139,27 @@ CAST = OpDef(
 )
 
 
+def _no_gradient(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    return [None]
+
+
+DETACH = OpDef(
+    name="detach",
+    infer=lambda operands, attrs: (tensor(operands[0]),),
+    reference=lambda inputs, attrs: (inputs[0].detach(),),
+    vjp=_no_gradient,
+    lowering=Composite(
+        lambda emit, inputs, attrs: (emit("cast", inputs[0], dtype=val(inputs[0]).type.dtype),)
+    ),
+    samples=samples(-2.0, 2.0, dtypes=("bfloat16", "float64", "int64")),
+    arity=(1, 1),
+    cost=pointwise_cost(0),
+    doc="torch.Tensor.detach: the value, without its gradient",
+)
+
+
 def _square(attrs: Attrs) -> Expr:
     return prim("mul", X, X)
 
@@ -183,6 +205,7 @@ ANYNUM = ("bfloat16", "float64", "int32", "int64")
 
 OPS = (
     CAST,
+    DETACH,
     unary("neg", out="same", accepts="number", dtypes=ANYNUM),
     unary("abs", out="same", accepts="number", dtypes=ANYNUM),
     unary("sign", out="same", flat=CONSTANT, dtypes=ANYNUM),

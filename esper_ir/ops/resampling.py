@@ -196,7 +196,9 @@ def _line_reference(name: str) -> Any:
     def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
         numbers = [attrs[k] for k in ("kernel", "stride", "padding")]
         if name == "avg_pool1d":
-            return (functional.avg_pool1d(inputs[0], *numbers, attrs["ceil_mode"], attrs["count_include_pad"]),)
+            return (
+                functional.avg_pool1d(inputs[0], *numbers, attrs["ceil_mode"], attrs["count_include_pad"]),
+            )
         return (functional.max_pool1d(inputs[0], *numbers, attrs["dilation"], attrs["ceil_mode"]),)
 
     return reference

@@ -1,0 +1,214 @@
+"""Pointwise operators with care at their edges, rounded division, and norms over neighbouring channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from esper_ir.diagnostics import EsperError
+from esper_ir.lazy import functional, torch
+from esper_ir.opdef import (
+    Attr,
+    Attrs,
+    ByExpansion,
+    Composite,
+    Emit,
+    Number,
+    OpDef,
+    Operand,
+    Sample,
+    Tolerance,
+    Val,
+)
+from esper_ir.ops.binary import binary
+from esper_ir.ops.gradients import to, up, val
+from esper_ir.ops.pointwise import unary
+from esper_ir.ops.reduction import only
+from esper_ir.ops.rules import ONE, accept, lift, same, tensor
+from esper_ir.scalar import Arg, Expr, prim
+from esper_ir.types import TensorType
+
+Types = Sequence[TensorType | Number]
+A, B = Arg(0), Arg(1)
+FLAT = "the result is piecewise constant"
+
+
+def _trunc(attrs: Attrs) -> Expr:
+    return prim("trunc", prim("div", A, B))
+
+
+def _floor(attrs: Attrs) -> Expr:
+    """torch's (and Python's) way: the remainder is taken off first, so that no quotient rounds up to the next
+    integer; a zero divisor and an infinite quotient give the quotient itself.
+    """
+    rest = prim("fmod", A, B)
+    quotient = prim("div", prim("sub", A, rest), B)
+    differs = prim("and", prim("ne", rest, 0.0), prim("ne", prim("lt", rest, 0.0), prim("lt", B, 0.0)))
+    whole = prim("where", differs, prim("sub", quotient, 1.0), quotient)
+    down = prim("floor", whole)
+    near = prim("where", prim("gt", prim("sub", whole, down), 0.5), prim("add", down, 1.0), down)
+    signed = prim("where", prim("eq", whole, 0.0), prim("mul", prim("div", A, B), 0.0), near)
+    plain = prim("div", A, B)
+    endless = prim("or", prim("eq", B, 0.0), prim("eq", prim("abs", plain), math.inf))
+    return prim("where", endless, plain, signed)
+
+
+def _xlogy(attrs: Attrs) -> Expr:
+    """0 where the first operand is 0, unless the second is NaN."""
+    zero = prim("where", prim("isnan", B), B, 0.0)
+    return prim("where", prim("and", prim("eq", A, 0.0), prim("not", prim("isnan", B))), zero,
+                prim("mul", A, prim("log", B)))  # fmt: skip
+
+
+def _xlogy_derivatives(attrs: Attrs) -> tuple[Expr, Expr]:
+    """torch: no gradient of the first operand where it is 0 and the second is not positive."""
+    edge = prim("and", prim("eq", A, 0.0), prim("le", B, 0.0))
+    return prim("where", edge, 0.0, prim("log", B)), prim("div", A, B)
+
+
+def _logaddexp(attrs: Attrs) -> Expr:
+    """max + log1p(exp(-|a - b|)); equal infinities give themselves."""
+    top, gap = prim("maximum", A, B), prim("neg", prim("abs", prim("sub", A, B)))
+    even = prim("and", prim("eq", A, B), prim("eq", prim("abs", A), math.inf))
+    return prim("where", even, A, prim("add", top, prim("log1p", prim("exp", gap))))
+
+
+def _logaddexp_derivatives(attrs: Attrs) -> tuple[Expr, Expr]:
+    """g / (1 + exp(b - a)), and the other way round."""
+
+    def share(a: Expr, b: Expr) -> Expr:
+        return prim("div", 1.0, prim("add", 1.0, prim("exp", prim("sub", b, a))))
+
+    return share(A, B), share(B, A)
+
+
+def _within(attrs: Attrs) -> Expr:
+    eps = attrs["eps"]
+    return A if eps is None else prim("minimum", prim("maximum", A, eps), 1.0 - eps)
+
+
+def _logit(attrs: Attrs) -> Expr:
+    x = _within(attrs)
+    return prim("log", prim("div", x, prim("sub", 1.0, x)))
+
+
+def _logit_derivative(attrs: Attrs) -> tuple[Expr]:
+    """1 / (x (1 - x)) inside; outside 0 with `eps`, else NaN, as in torch."""
+    slope, eps = prim("div", 1.0, prim("mul", A, prim("sub", 1.0, A))), attrs["eps"]
+    low, high, out = (0.0, 1.0, math.nan) if eps is None else (eps, 1.0 - eps, 0.0)
+    return (prim("where", prim("or", prim("lt", A, low), prim("gt", A, high)), out, slope),)
+
+
+def _finite(attrs: Attrs) -> Expr:
+    out = prim("where", prim("isnan", A), attrs["nan"], A)
+    out = prim("where", prim("eq", A, math.inf), attrs["posinf"], out)
+    return prim("where", prim("eq", A, -math.inf), attrs["neginf"], out)
+
+
+def _finite_derivative(attrs: Attrs) -> tuple[Expr]:
+    return (prim("where", prim("lt", prim("abs", A), math.inf), 1.0, 0.0),)
+
+
+def _divide(name: str, mode: str, body: Any) -> OpDef:
+    return binary(
+        name, body, accepts="float", low=0.5, high=7.0, dtypes=("bfloat16", "float64"), flat=FLAT,
+        reference=lambda i, a: (torch.div(*lift(i), rounding_mode=mode),),
+        doc=f"torch.div(rounding_mode={mode!r})",
+    )  # fmt: skip
+
+
+# A slope per channel.
+
+
+def _infer_prelu(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x, w = tensor(operands[0]), tensor(operands[1], 1)
+    accept([x, w], "float")
+    if w.dtype is not x.dtype or w.rank > 1:
+        raise EsperError("E0204", f"{w} is no slope of {x}", hint="one number, or one per channel (axis 1)")
+    if w.rank == 1 and w.shape[0] != ONE:
+        channels = x.shape[1] if x.rank > 1 else ONE
+        same(w.shape[0], channels, "one slope per channel", w.shape, x.shape)
+    return (x,)
+
+
+def _expand_prelu(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    x, w = val(inputs[0]), val(inputs[1])
+    rank = x.type.rank
+    if w.type.rank == 1 and rank > 1 and w.type.shape[0] != ONE:
+        w = emit("reshape", w, shape=(w.type.shape[0], *[ONE] * (rank - 2)))
+    elif w.type.rank == 1:
+        w = emit("reshape", w, shape=())
+    return (emit("where", emit("gt", x, 0.0), x, emit("mul", w, x)),)
+
+
+# Neighbouring channels.
+
+
+def _infer_local(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    accept([x], "float")
+    if x.rank < 3 or not 0 < attrs["size"] <= 64:
+        raise EsperError("E0204", f"{x} with {attrs['size']} neighbours", hint="rank 3 or more, 1 to 64")
+    return (x,)
+
+
+def _expand_local(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    """x / (k + alpha * mean of the squares of `size` neighbouring channels)^beta."""
+    x, size = only(inputs), attrs["size"]
+    wide, rank, channels = up(emit, x), x.type.rank, x.type.shape[1]
+    square = emit("mul", wide, wide)
+    before = tuple(size // 2 if i == 1 else 0 for i in range(rank))
+    after = tuple((size - 1) // 2 if i == 1 else 0 for i in range(rank))
+    framed = emit("pad", square, before=before, after=after) if size > 1 else square
+    total = emit("slice", framed, dim=1, start=0, end=channels)
+    for at in range(1, size):
+        total = emit("add", total, emit("slice", framed, dim=1, start=at, end=channels + at))
+    scaled = emit("add", emit("mul", emit("mul", total, 1.0 / size), attrs["alpha"]), attrs["k"])
+    return (to(emit, emit("div", wide, emit("pow", scaled, attrs["beta"])), x.type.dtype),)
+
+
+def _local_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    x = inputs[0].float() if inputs[0].dtype.itemsize == 2 else inputs[0]
+    made = functional.local_response_norm(x, attrs["size"], attrs["alpha"], attrs["beta"], attrs["k"])
+    return (made.to(inputs[0].dtype),)
+
+
+OPS = (
+    _divide("floor_divide", "floor", _floor),
+    _divide("trunc_divide", "trunc", _trunc),
+    binary("xlogy", _xlogy, out="float", low=0.1, high=3.0, dtypes=("bfloat16", "float64"),
+           derivatives=_xlogy_derivatives),
+    binary("logaddexp", _logaddexp, accepts="float", dtypes=("bfloat16", "float64"), number=None,
+           derivatives=_logaddexp_derivatives, commutative=True),
+    unary("logit", _logit, low=0.05, high=0.95, derivatives=_logit_derivative, params=(
+          Attr("eps", "float", None, doc="operands are kept from eps to 1 - eps"),),
+          cases=({}, {"eps": 0.2}), reference=lambda i, a: (torch.logit(i[0], a["eps"]),)),
+    unary("nan_to_num", _finite, out="same", accepts="float", derivatives=_finite_derivative,
+          params=(Attr("nan", "float", 0.0), Attr("posinf", "float"), Attr("neginf", "float")),
+          cases=({"posinf": 1e4, "neginf": -1e4},),
+          reference=lambda i, a: (torch.nan_to_num(i[0], a["nan"], a["posinf"], a["neginf"]),)),
+    OpDef(
+        name="prelu", infer=_infer_prelu, reference=lambda i, a: (functional.prelu(i[0], i[1]),),
+        vjp=ByExpansion(), lowering=Composite(_expand_prelu), arity=(2, 2), cost=lambda i, o, a: o[0].numel * 2,
+        samples=tuple(
+            Sample((TensorType.of(d, x), TensorType.of(d, w)))
+            for d, x, w in (("float32", (5, 7), (7,)), ("float32", (2, 3, 5), (1,)), ("float32", (6,), (1,)),
+                            ("bfloat16", (2, 3, 4, 5), (3,)), ("float64", (5, 7), (7,)))
+        ),
+        doc="torch.nn.functional.prelu(x, slope)",
+    ),
+    OpDef(
+        name="local_response_norm", infer=_infer_local, reference=_local_reference, vjp=ByExpansion(),
+        lowering=Composite(_expand_local), arity=(1, 1), cost=lambda i, o, a: o[0].numel * (a["size"] + 4),
+        params=(Attr("size", "int"), Attr("alpha", "float", 1e-4), Attr("beta", "float", 0.75),
+                Attr("k", "float", 1.0)),
+        samples=tuple(
+            Sample((TensorType.of(d, s),), a)
+            for d, s, a in (("float32", (2, 6, 5), {"size": 3}), ("float32", (2, 5, 3, 4), {"size": 2, "alpha": 0.5}),
+                            ("bfloat16", (2, 6, 5), {"size": 3}), ("float64", (2, 6, 5), {"size": 1, "k": 2.0}))
+        ),
+        tolerance=Tolerance(2.0, "a power magnifies the rounding of its operand"),
+        doc="torch.nn.functional.local_response_norm",
+    ),
+)  # fmt: skip
