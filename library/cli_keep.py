@@ -11,6 +11,7 @@ from library import curate
 from library.bundle import export_bundle, import_bundle, read_file
 from library.cli_base import as_json, emit, reading, table, writing
 from library.gc import GRACE_S
+from library.hub import export_kernel
 from library.keys import key_path
 from library.outcomes import take_spool
 from library.records import VALIDATED
@@ -128,10 +129,18 @@ def revoke_command(context: click.Context, artifact: str, reason: str, as_json: 
 @click.argument("place", type=click.Path(path_type=Path))
 @click.argument("artifacts", nargs=-1)
 @click.option("--measurements", is_flag=True, help="Write the tuner's timings as JSON lines instead.")
+@click.option(
+    "--hf-kernel", is_flag=True, help="Write the one artifact as a Hugging Face kernel repository in PLACE."
+)
 @as_json
 @click.pass_context
 def export_command(
-    context: click.Context, place: Path, artifacts: tuple[str, ...], measurements: bool, as_json: bool
+    context: click.Context,
+    place: Path,
+    artifacts: tuple[str, ...],
+    measurements: bool,
+    hf_kernel: bool,
+    as_json: bool,
 ) -> None:
     """Write ARTIFACTS (all validated ones without an argument) with signatures and proofs into the bundle
     PLACE."""
@@ -140,6 +149,13 @@ def export_command(
             data = lib.timings().to_lines()
             replace_file(place, data)
             _told(as_json, "export", {"measurements": data.count(b"\n"), "file": str(place)})
+            return
+        if hf_kernel:
+            if len(artifacts) != 1:
+                raise click.UsageError("--hf-kernel takes one artifact")
+            record = lib.resolve(artifacts[0])
+            variant = export_kernel(lib, record, place)
+            _told(as_json, "export", {"artifacts": [record.id], "variant": str(variant)})
             return
         records = [lib.resolve(a) for a in artifacts] or lib.artifacts(state=VALIDATED)
         size = export_bundle(lib, records, place)

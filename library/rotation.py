@@ -34,7 +34,8 @@ def _add(store: TrustStore, role: str, passphrase: bytes | None, *, keep_old: bo
 
 
 def trust_key(store: TrustStore, role: str, raw: bytes, keyid: str) -> TrustDocument:
-    """Trust somebody else's public key in `role`."""
+    """Trust somebody else's public key in `role`; on first use there are keys of one's own from then on."""
+    store.bootstrap()
     current = store.document_or_expired()
     listed = current.roles[role]
     if keyid in listed.keyids:
