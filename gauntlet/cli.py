@@ -80,6 +80,8 @@ def bench(
     ):
         chosen = list(ids)
         if pending or not ids:
+            # What failed in use comes first: it is being run somewhere.
+            chosen += [a for a in opened.troubled() if a not in chosen]
             chosen += [r.id for r in opened.artifacts(state="PENDING_BENCHMARKING") if r.id not in chosen]
         bar = _Progress(len(chosen))
         verdicts: list[Verdict] = []

@@ -255,6 +255,15 @@ def outcome_bodies(index: Index, artifact_id: str) -> list[bytes]:
     return [row[0] for row in index.rows(text, (artifact_id,))]
 
 
+def troubled(index: Index, blueprint: str | None = None) -> list[str]:
+    """Artifacts that failed in use after their newest verdict, the longest waiting first."""
+    text = """SELECT a.id FROM artifacts a JOIN outcomes o ON o.artifact = a.num
+        WHERE o.outcome IN ('CRASHED', 'MISMATCH') AND (?1 IS NULL OR a.blueprint = ?1) AND o.seq >
+        coalesce((SELECT max(v.seq) FROM verdicts v WHERE v.artifact = a.num), 0)
+        GROUP BY a.num ORDER BY min(o.seq)"""
+    return [row[0] for row in index.rows(text, (blueprint,))]
+
+
 def add_use(index: Index, num: int, loads: int, compile_seconds: float | None, now: float) -> None:
     """Count loads; a compile time that is given replaces the one known."""
     index.run(

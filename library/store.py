@@ -32,7 +32,7 @@ from library.canon import parse_json, sha256_hex
 from library.contracts import CompiledKernelArtifact, FieldReport, KernelQuery, KernelQueryResult
 from library.core import Core
 from library.errors import fail
-from library.loading import load_artifact, open_provenance
+from library.loading import SIDE_NAME, load_artifact, open_provenance
 from library.manifest import blueprint_text, unpack
 from library.records import (
     ARTIFACT_MOVES,
@@ -52,7 +52,6 @@ from library.records import (
 from library.resolve import not_found, resolve_artifact, resolve_blueprint
 
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
-_SIDE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
 
 
 class Library(Core):
@@ -123,7 +122,7 @@ class Library(Core):
         unpacked, digest = unpack(container), sha256_hex(container)
         files = dict(side_files or {})
         for name in files:
-            if not _SIDE.match(name):
+            if not SIDE_NAME.match(name):
                 raise fail("E0720", f"side file name {name[:80]!r} must be [A-Za-z0-9._+-], at most 128 long")
         known = artifacts.known_content(self, unpacked.manifest["artifact_id"], digest)
         if known is not None and self.blobs.has(digest):
@@ -168,11 +167,11 @@ class Library(Core):
         return rows.side_files(self.index, self.record(artifact_id).id)
 
     def side_file(self, artifact_id: str, name: str) -> bytes:
-        """One of them, hash verified. E0721 for a name it has not."""
-        for file in self.side_files(artifact_id):
-            if file.name == name:
-                return self.blobs.read(file.digest)
-        have = ", ".join(f.name for f in self.side_files(artifact_id)) or "none"
+        """One of them, as the compiler signed it: hash and signature verified. E0721 for a name it has not."""
+        signed = open_provenance(self.index, self.trust, self.record(artifact_id))["side_files"]
+        if name in signed:
+            return self.blobs.read(signed[name])
+        have = ", ".join(sorted(signed)) or "none"
         raise fail("E0721", f"{artifact_id} has no side file {name!r} (it has {have})", node=artifact_id)
 
     # -- verdicts and transitions ------------------------------------------------------------------
@@ -268,6 +267,10 @@ class Library(Core):
     def outcomes(self, artifact_id: str) -> list[FieldReport]:
         """Field reports about one artifact, in the order they came."""
         return outcomes.outcomes(self, artifact_id)
+
+    def troubled(self, blueprint: str | None = None) -> list[str]:
+        """Ids of artifacts that crashed or differed in use and were not proven again since."""
+        return rows.troubled(self.index, blueprint)
 
     def archive(self, artifact_ids: Sequence[str], place: Path, reason: str = "") -> int:
         """Move artifacts into a bundle at `place` and mark them ARCHIVED; see library.curate."""

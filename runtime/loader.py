@@ -24,7 +24,7 @@ from library.manifest import Container
 from library.platform import Platform
 from library.records import ArtifactRecord, Verdict
 from library.store import Library
-from runtime import system
+from runtime import outcomes, system
 from runtime.cache import Cache, CacheInfo
 from runtime.code import Code, close_all, load_code
 from runtime.errors import fail
@@ -125,9 +125,17 @@ def cache() -> Cache[Entry]:
     return _cache
 
 
-def mark_faulty(artifact_id: str) -> None:
-    """An artifact failed in use: choose it last from now on in this process."""
+def mark_faulty(artifact_id: str) -> bool:
+    """An artifact failed in use: choose it last from now on in this process, and hold it no longer than its
+    users do. False when that was known."""
+    if artifact_id in _faulty:
+        return False
     _faulty.add(artifact_id)
+    for asked, meant in list(_meant.items()):
+        if meant[0] == artifact_id:
+            _cache.drop(meant)
+            _meant.pop(asked, None)
+    return True
 
 
 def load_entry(
@@ -228,7 +236,8 @@ def survey(
     blueprint = library.blueprint(name).id
     kinds = ("cuda", "cpu") if device is None else (device.type,)
     platforms = platforms_here(device)
-    query = Query(blueprint, kinds, frozenset(_faulty), unvalidated)
+    faulty = outcomes.failed_before(library, blueprint) | _faulty
+    query = Query(blueprint, kinds, faulty, unvalidated)
     return rank(query, platforms, library.artifacts(blueprint=blueprint)), blueprint, kinds
 
 

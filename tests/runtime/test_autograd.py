@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import runtime
 from library.launch import Buffer, KernelStep, LaunchManifest, Plan, TensorSpec
 from runtime import loader
-from runtime.errors import fail
 from runtime.functions import python_lookup
 from tests.runtime import artifacts as a
 from tests.runtime.conftest import TEXT, Put
@@ -319,23 +318,6 @@ def test_ranks_are_compared(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.same_on_all_ranks(block) == block.plan_digest()
     monkeypatch.setattr(dist, "all_gather_object", gather("f" * 64))
     assert "rank 1" in refusal("E0840", runtime.same_on_all_ranks, block).message
-
-
-def test_a_failed_launch_is_survived_only_if_the_device_is(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = put()
-    block, plain = runtime.load(name, fallback="eager"), runtime.load(name)
-    x, code = torch.randn(3, a.N), 1
-
-    def failing(*_: object) -> None:
-        raise fail("E0820", "launch of scale failed", node="scale", details={"cuda_error": code})
-
-    monkeypatch.setattr("runtime.binding.lookup", failing)
-    assert torch.equal(block(x), x * block.w)
-    assert block.report()["counters"]["eager_fallbacks"] == 1 and name in loader._faulty
-    assert refusal("E0820", plain, x).details["artifact"] == name
-    code = 719
-    refusal("E0820", block, x)
-    loader._faulty.clear()
 
 
 def test_the_profiler_sees_the_block(put: Put) -> None:
