@@ -10,46 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-aten = torch.ops.aten
-Attrs = Mapping[str, Any]
-Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
-
-
-@dataclass(frozen=True)
-class Extern:
-    """`arity` inputs, up to `most`; `attrs` it understands; `flag`: the TF32 flag that changes its
-    meaning, "matmul", "cudnn" or empty.
-    """
-
-    arity: int
-    attrs: frozenset[str]
-    prepare: Callable[[Attrs], Run]
-    flag: str = ""
-    most: int = 0
-
-
-def plain(run: Run) -> Run:
-    """The call with autocast off, which would change the types of functional calls."""
-
-    def outside(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        kind = outs[0].device.type
-        if not torch.is_autocast_enabled(kind):
-            return run(inputs, outs)
-        with torch.autocast(kind, enabled=False):
-            return run(inputs, outs)
-
-    return outside
-
-
-def _ints(text: object) -> list[int]:
-    return [int(part) for part in str(text).split(",") if part]
+from runtime import lookups
+from runtime.extern import Attrs, Extern, Run, aten, ints, plain
 
 
 def _first(x: Tensor, attrs: Attrs) -> Tensor:
@@ -65,7 +33,7 @@ def _last(x: Tensor, attrs: Attrs) -> Tensor:
 
 
 def _geometry(attrs: Attrs) -> tuple[list[int], list[int], list[int], int]:
-    return _ints(attrs["stride"]), _ints(attrs["padding"]), _ints(attrs["dilation"]), int(attrs["groups"])
+    return ints(attrs["stride"]), ints(attrs["padding"]), ints(attrs["dilation"]), int(attrs["groups"])
 
 
 def _conv(attrs: Attrs) -> Run:
@@ -224,13 +192,13 @@ class _Attention:
 
 def _max_numbers(attrs: Attrs) -> tuple[Any, ...]:
     names = ("kernel", "stride", "padding", "dilation")
-    return (*(_ints(attrs.get(n, "1")) for n in names), bool(attrs.get("ceil_mode", False)))
+    return (*(ints(attrs.get(n, "1")) for n in names), bool(attrs.get("ceil_mode", False)))
 
 
 def _avg_numbers(attrs: Attrs) -> tuple[Any, ...]:
     names = ("kernel", "stride", "padding")
     more = attrs.get("ceil_mode", False), attrs["count_include_pad"]
-    return (*(_ints(attrs[n]) for n in names), *map(bool, more), attrs.get("divisor_override"))
+    return (*(ints(attrs[n]) for n in names), *map(bool, more), attrs.get("divisor_override"))
 
 
 def _max_pool(rank: int) -> Callable[[Attrs], Run]:
@@ -293,7 +261,7 @@ def _adaptive(rank: int) -> Callable[[Attrs], Run]:
     call = getattr(aten, f"adaptive_max_pool{rank}d")
 
     def prepare(attrs: Attrs) -> Run:
-        size = _ints(attrs["output_size"])
+        size = ints(attrs["output_size"])
         return plain(lambda inputs, outs: call(inputs[0], size))
 
     return prepare
@@ -302,137 +270,6 @@ def _adaptive(rank: int) -> Callable[[Attrs], Run]:
 def _adaptive_gradient(rank: int) -> Callable[[Attrs], Run]:
     call = getattr(aten, f"adaptive_max_pool{rank}d_backward")
     return lambda attrs: plain(lambda inputs, outs: (call(*inputs),))
-
-
-# Lookup, joining, scans.
-
-
-def _lookup(attrs: Attrs) -> Run:
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        rows, weight = inputs
-        torch.index_select(weight, 0, rows.reshape(-1), out=outs[0].view(-1, weight.shape[1]))
-
-    return run
-
-
-def _lookup_gradient(attrs: Attrs) -> Run:
-    """Rows are added in the order of a sort: the same on every run."""
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        g, rows = inputs
-        return (aten.embedding_dense_backward(g, rows, outs[0].shape[0], -1, False),)
-
-    return plain(run)
-
-
-def _cat(attrs: Attrs) -> Run:
-    dim = int(attrs["dim"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        torch.cat(list(inputs), dim, out=outs[0])
-
-    return run
-
-
-def _pad(attrs: Attrs) -> Run:
-    """The operand inside a constant border; `before` has a number per axis."""
-    before, value = _ints(attrs["before"]), attrs["value"]
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        (x,), (out,) = inputs, outs
-        out.fill_(value)
-        for axis, (start, size) in enumerate(zip(before, x.shape, strict=True)):
-            out = out.narrow(axis, start, size)
-        out.copy_(x)
-
-    return run
-
-
-def _cumsum(attrs: Attrs) -> Run:
-    dim = int(attrs["dim"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        torch.cumsum(inputs[0], dim, out=outs[0])
-
-    return run
-
-
-def _scan(name: str) -> Callable[[Attrs], Run]:
-    """A running value along `dim`; extrema give their places too."""
-    call = getattr(torch, name)
-
-    def prepare(attrs: Attrs) -> Run:
-        dim = int(attrs["dim"])
-
-        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-            made = call(inputs[0], dim)
-            return (made,) if isinstance(made, Tensor) else tuple(made)
-
-        return plain(run)
-
-    return prepare
-
-
-# Positions along an axis.
-
-
-def _gather(attrs: Attrs) -> Run:
-    dim = int(attrs["dim"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        torch.gather(inputs[0], dim, inputs[1], out=outs[0])
-
-    return run
-
-
-def _scatter(name: str) -> Callable[[Attrs], Run]:
-    call = getattr(torch, name)
-
-    def prepare(attrs: Attrs) -> Run:
-        dim = int(attrs["dim"])
-
-        def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-            x, places, source = inputs
-            return (call(x, dim, places, source),)
-
-        return plain(run)
-
-    return prepare
-
-
-def _unsort(attrs: Attrs) -> Run:
-    """Positions are a permutation: every element is written once, so the order of writing is no matter."""
-    dim = int(attrs["dim"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        outs[0].scatter_(dim, inputs[1], inputs[0])
-
-    return run
-
-
-def _sort(attrs: Attrs) -> Run:
-    dim, descending = int(attrs["dim"]), bool(attrs["descending"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
-        return tuple(torch.sort(inputs[0], dim=dim, descending=descending, stable=True))
-
-    return plain(run)
-
-
-def _recurrence(attrs: Attrs) -> Run:
-    """h[t] = a[t] h[t-1] + b[t] by doubling: log2(length) passes over the operands."""
-    dim = int(attrs["dim"])
-
-    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        a, b = (t.movedim(dim, -1) for t in inputs)
-        step = 1
-        while step < b.shape[-1]:
-            before = functional.pad(b[..., :-step], (step, 0))
-            b, a = b + a * before, a * functional.pad(a[..., :-step], (step, 0))
-            step *= 2
-        outs[0].copy_(b.movedim(-1, dim))
-
-    return run
 
 
 _CONV = frozenset({"stride", "padding", "dilation", "groups", "data_format", "precision"})
@@ -459,17 +296,21 @@ CALLS: Mapping[str, Extern] = {
     },
     **{f"avg_pool{n}d": Extern(1, _AVG, _avg_pool(n)) for n in (2, 3)},
     **{f"avg_pool{n}d_grad": Extern(1, _AVG, _avg_pool_gradient(n)) for n in (2, 3)},
-    "embedding": Extern(2, frozenset(), _lookup),
-    "embedding_grad": Extern(2, frozenset(), _lookup_gradient),
-    "cat": Extern(1, frozenset({"dim"}), _cat, most=64),
-    "pad": Extern(1, frozenset({"before", "after", "value"}), _pad),
-    "cumsum": Extern(1, frozenset({"dim"}), _cumsum),
-    **{n: Extern(1, frozenset({"dim"}), _scan(n)) for n in ("cumprod", "cummax", "cummin", "logcumsumexp")},
-    "gather": Extern(2, frozenset({"dim"}), _gather),
-    **{n: Extern(3, frozenset({"dim"}), _scatter(n)) for n in ("scatter", "scatter_add")},
-    "unsort": Extern(2, frozenset({"dim"}), _unsort),
-    "sort": Extern(1, frozenset({"dim", "descending"}), _sort),
-    "recurrence": Extern(2, frozenset({"dim"}), _recurrence),
+    "embedding": Extern(2, frozenset(), lookups.lookup),
+    "embedding_grad": Extern(2, frozenset(), lookups.lookup_gradient),
+    "cat": Extern(1, frozenset({"dim"}), lookups.cat, most=64),
+    "pad": Extern(1, frozenset({"before", "after", "value"}), lookups.pad),
+    "cumsum": Extern(1, frozenset({"dim"}), lookups.cumsum),
+    **{
+        n: Extern(1, frozenset({"dim"}), lookups.scan(n))
+        for n in ("cumprod", "cummax", "cummin", "logcumsumexp")
+    },
+    "prod": Extern(1, frozenset(), lookups.prod),
+    "gather": Extern(2, frozenset({"dim"}), lookups.gather),
+    **{n: Extern(3, frozenset({"dim"}), lookups.scatter(n)) for n in ("scatter", "scatter_add")},
+    "unsort": Extern(2, frozenset({"dim"}), lookups.unsort),
+    "sort": Extern(1, frozenset({"dim", "descending"}), lookups.sort),
+    "recurrence": Extern(2, frozenset({"dim"}), lookups.recurrence),
 }
 """By name; `runtime.externs.TABLE` holds them beside the products."""
 

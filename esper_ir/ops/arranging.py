@@ -370,7 +370,8 @@ OPS = (
             "torch.nn.functional.pixel_unshuffle", _resolve_factor),
     _record("pad_border", _border_shape, _expand_border, _border_reference,
             (Attr("mode", "str", choices=("reflect", "replicate", "circular")), *PAIR),
-            [((2, 5), {"mode": mode, "before": b, "after": a}) for mode in ("reflect", "replicate", "circular")
+            [((2, 5), {"mode": mode, "before": b, "after": a}) for mode in ("reflect", "replicate",
+                "circular")
              for b, a in (((0, 2), (0, 1)), ((1, 0), (1, 3)))],
             "torch.nn.functional.pad with a border taken from the operand, per axis"),
     _record("glu", _glu_shape, _expand_glu, lambda i, a: (functional.glu(i[0], a["dim"]),),

@@ -98,7 +98,8 @@ def _vjp_bce(
     if len(v) > 2:
         g = emit("mul", g, v[2])
     slopes: list[Callable[[], Val]] = [
-        lambda: emit("div", emit("sub", v[0], v[1]), emit("maximum", emit("mul", v[0], emit("sub", 1.0, v[0])), 1e-12)),
+        lambda: emit("div", emit("sub", v[0], v[1]), emit("maximum", emit("mul", v[0], emit("sub",
+            1.0, v[0])), 1e-12)),
         lambda: emit("sub", emit("maximum", emit("log1p", emit("neg", v[0])), -100.0),
                      emit("maximum", emit("log", v[0]), -100.0)),
     ]  # fmt: skip
@@ -175,7 +176,8 @@ def _vjp_nll(
     classes = x.shape[at]
     shape = (*t.type.shape[:at], ONE, *t.type.shape[at:])
     hit = emit("eq", emit("reshape", t, shape=shape),
-               emit("reshape", emit("arange", end=classes), shape=(classes, *[ONE] * (rank - at - 1))))  # fmt: skip
+               emit("reshape", emit("arange", end=classes), shape=(classes,
+                   *[ONE] * (rank - at - 1))))  # fmt: skip
     g = up(emit, g)
     counts = to(emit, emit("ne", t, attrs["ignore_index"]), g.type.dtype)
     each = emit("reshape", counts, shape=shape)
@@ -299,14 +301,16 @@ def _reference(name: str, params: Sequence[Attr]) -> Any:
 
 def criterion(
     name: str, elements: Elements, *params: Attr, infer: Any = _shared, cases: Sequence[Attrs] = ({},),
-    shapes: Sequence[tuple[tuple[int, ...], ...]], low: float = -1.5, high: float = 1.5, reduction: bool = True,
+    shapes: Sequence[tuple[tuple[int, ...], ...]], low: float = -1.5, high: float = 1.5,
+        reduction: bool = True,
     vjp: VjpRule | ByExpansion | None = None, resolve: Any = None, most: int = 0, reference: Any = None,
 ) -> OpDef:  # fmt: skip
     """A record whose reference is `torch.nn.functional.<name>`."""
     every = (*params, REDUCTION) if reduction else params
     kinds = ("none", "mean", "sum") if reduction else ("",)
     rows = [(d, s, c, k) for c in cases for s in shapes for d, k in zip(
-        ("float32", "float32", "bfloat16", "float64"), (*kinds, kinds[0], kinds[0], kinds[0]), strict=False)]  # fmt: skip
+        ("float32", "float32", "bfloat16", "float64"), (*kinds, kinds[0], kinds[0], kinds[0]),
+            strict=False)]  # fmt: skip
     samples = tuple(
         Sample(tuple(TensorType.of(d, x) for x in s), {**c, **({"reduction": k} if k else {})}, low, high)
         for d, s, c, k in rows

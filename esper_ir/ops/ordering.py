@@ -135,7 +135,8 @@ def _arg(name: str, largest: bool) -> OpDef:
 def _best(name: str, largest: bool) -> OpDef:
     return OpDef(
         name=name, infer=_infer_best, vjp=ByExpansion(), lowering=Composite(_expand_best(largest)),
-        arity=(1, 1), reference=lambda i, a: tuple(getattr(torch, name)(i[0], a["dim"], keepdim=a["keepdim"])),
+        arity=(1, 1), reference=lambda i, a: tuple(getattr(torch, name)(i[0], a["dim"],
+            keepdim=a["keepdim"])),
         samples=_samples(), params=(DIM, KEEPDIM), resolve=_resolve, cost=_cost,
         doc=f"torch.{name} along an axis: values and places, of equal values the first",
     )  # fmt: skip

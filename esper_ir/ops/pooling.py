@@ -27,7 +27,7 @@ from esper_ir.opdef import (
 )
 from esper_ir.ops.convolution import FORMAT, SIZE, sized
 from esper_ir.ops.reduction import only
-from esper_ir.ops.rules import Shape, accept, same, tensor
+from esper_ir.ops.rules import accept, same, tensor
 from esper_ir.ops.volume import tuned
 from esper_ir.types import Dim, DType, TensorType
 

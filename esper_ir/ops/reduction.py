@@ -15,6 +15,7 @@ from esper_ir.opdef import (  # fmt: skip
     Emit,
     Lowering,
     Number,
+    Opaque,
     OpDef,
     Operand,
     Operands,
@@ -136,6 +137,32 @@ def _vjp_prod(
     return [to(emit, emit("mul", g, others), x.type.dtype)]
 
 
+def _infer_row(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    if x.rank != 2:
+        raise conflict("rows of a matrix", x)
+    return (TensorType(x.dtype, x.shape[:1]),)
+
+
+def _vjp_row(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    return _vjp_prod(emit, inputs, outputs, cotangents, {"dims": (1,), "keepdim": False}, wanted)
+
+
+def _expand_prod(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    """Reduced axes last and as one, in the compute type or int64; then row by row."""
+    x, dims = only(inputs), attrs["dims"]
+    kept = tuple(i for i in range(x.type.rank) if i not in dims)
+    wide = up(emit, x) if x.type.dtype.is_floating else to(emit, x, DType.int64)
+    moved = emit("permute", wide, dims=(*kept, *dims)) if x.type.rank else wide
+    sizes = moved.type.shape
+    rows = emit("reshape", moved, shape=(numel(sizes[: len(kept)]), numel(sizes[len(kept) :])))
+    shape = reduced(x.type.shape, dims, attrs["keepdim"])
+    made = emit("reshape", emit("row_prod", rows), shape=shape)
+    return (to(emit, made, x.type.dtype if x.type.dtype.is_floating else DType.int64),)
+
+
 def _torch(name: str) -> Callable[[Sequence[Any], Attrs], tuple[Any, ...]]:
     return lambda i, a: (getattr(torch, name)(i[0], dim=a["dims"], keepdim=a["keepdim"]),)
 
@@ -148,11 +175,11 @@ def _prod_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     return (out if out.is_floating_point() else out.to(torch.int64),)
 
 
-def _reduction(name: str, kind: Reduction, vjp: Any, samples: tuple[Sample, ...], *, accepts: str = "any",
+def _reduction(name: str, kind: Reduction | Composite, vjp: Any, samples: tuple[Sample, ...], *, accepts: str = "any",
                widen: bool = False, reference: Any = None,
                tolerance: Tolerance | None = None) -> OpDef:  # fmt: skip
     return OpDef(
-        name=name, infer=_infer(accepts, widen, kind.combine not in ("max", "min")),
+        name=name, infer=_infer(accepts, widen, getattr(kind, "combine", "prod") not in ("max", "min")),
         reference=reference or _torch(name), vjp=vjp, lowering=kind,
         samples=samples, arity=(1, 1), params=(DIMS, KEEPDIM), cost=_cost, resolve=resolve_dims,
         tolerance=tolerance or Tolerance(), doc=f"torch.{name}(dim=dims, keepdim)",
@@ -267,9 +294,16 @@ OPS = (
                accepts="float"),
     _reduction("amax", Reduction("max"), _vjp_extremum, reduction_samples(dtypes=INTEGER, empty=False)),
     _reduction("amin", Reduction("min"), _vjp_extremum, reduction_samples(dtypes=INTEGER, empty=False)),
-    _reduction("prod", Reduction("prod"), _vjp_prod,
+    _reduction("prod", Composite(_expand_prod), _vjp_prod,
                reduction_samples(0.7, 1.3, ("bfloat16", "float64", "int64")),
                widen=True, reference=_prod_reference, tolerance=PRODUCT),
+    OpDef(
+        name="row_prod", infer=_infer_row, reference=lambda i, a: (torch.prod(i[0], 1),), vjp=_vjp_row,
+        lowering=Opaque("prod"), arity=(1, 1), cost=_cost, tolerance=PRODUCT,
+        samples=tuple(Sample((TensorType.of(d, s),), {}, 0.7, 1.3) for d, s in (
+            ("float32", (5, 7)), ("float32", (3, 1)), ("float64", (5, 7)), ("int64", (2, 3)))),
+        doc="torch.prod of every row of a matrix, as a primitive in the compute type",
+    ),
     _composite("var", _expand_var, _vjp_spread(False), SPREAD, (CORRECTION,), _spread("var")),
     _composite("std", _expand_std, _vjp_spread(True), SPREAD, (CORRECTION,), _spread("std")),
     _composite("logsumexp", _expand_logsumexp, _vjp_logsumexp, reduction_samples(empty=False)),

@@ -351,7 +351,8 @@ def _scaled_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 SCALED = tuple(
     Sample((TensorType.of(d, s),), {"size": size, "mode": mode, **more})
     for d, s, size in (
-        ("float32", (2, 3, 5), (10,)), ("float32", (1, 2, 4, 6), (7, 3)), ("float32", (1, 2, 3, 4, 3), (6, 2, 3)),
+        ("float32", (2, 3, 5), (10,)), ("float32", (1, 2, 4, 6), (7, 3)), ("float32", (1, 2, 3, 4,
+            3), (6, 2, 3)),
         ("bfloat16", (1, 2, 4, 4), (8, 8)), ("float64", (1, 2, 4, 6), (5, 9)),
     )
     for mode, more in (("nearest", {}), ("linear", {}), ("linear", {"align_corners": True}))

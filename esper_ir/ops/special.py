@@ -50,7 +50,8 @@ def _floor(attrs: Attrs) -> Expr:
     near = prim("where", prim("gt", prim("sub", whole, down), 0.5), prim("add", down, 1.0), down)
     signed = prim("where", prim("eq", whole, 0.0), prim("mul", prim("div", A, B), 0.0), near)
     plain = prim("div", A, B)
-    endless = prim("or", prim("eq", B, 0.0), prim("eq", prim("abs", plain), math.inf))
+    beyond = prim("and", prim("eq", prim("abs", plain), math.inf), prim("lt", prim("abs", A), math.inf))
+    endless = prim("or", prim("eq", B, 0.0), beyond)
     return prim("where", endless, plain, signed)
 
 
@@ -190,7 +191,8 @@ OPS = (
           reference=lambda i, a: (torch.nan_to_num(i[0], a["nan"], a["posinf"], a["neginf"]),)),
     OpDef(
         name="prelu", infer=_infer_prelu, reference=lambda i, a: (functional.prelu(i[0], i[1]),),
-        vjp=ByExpansion(), lowering=Composite(_expand_prelu), arity=(2, 2), cost=lambda i, o, a: o[0].numel * 2,
+        vjp=ByExpansion(), lowering=Composite(_expand_prelu), arity=(2, 2), cost=lambda i, o,
+            a: o[0].numel * 2,
         samples=tuple(
             Sample((TensorType.of(d, x), TensorType.of(d, w)))
             for d, x, w in (("float32", (5, 7), (7,)), ("float32", (2, 3, 5), (1,)), ("float32", (6,), (1,)),
@@ -205,8 +207,10 @@ OPS = (
                 Attr("k", "float", 1.0)),
         samples=tuple(
             Sample((TensorType.of(d, s),), a)
-            for d, s, a in (("float32", (2, 6, 5), {"size": 3}), ("float32", (2, 5, 3, 4), {"size": 2, "alpha": 0.5}),
-                            ("bfloat16", (2, 6, 5), {"size": 3}), ("float64", (2, 6, 5), {"size": 1, "k": 2.0}))
+            for d, s, a in (("float32", (2, 6, 5), {"size": 3}), ("float32", (2, 5, 3, 4),
+                {"size": 2, "alpha": 0.5}),
+                            ("bfloat16", (2, 6, 5), {"size": 3}), ("float64", (2, 6, 5),
+                                {"size": 1, "k": 2.0}))
         ),
         tolerance=Tolerance(2.0, "a power magnifies the rounding of its operand"),
         doc="torch.nn.functional.local_response_norm",

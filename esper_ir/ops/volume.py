@@ -74,7 +74,7 @@ def images(x: TensorType, other: TensorType, rank: int) -> None:
 
 
 def convolved(x: TensorType, w: TensorType, attrs: Attrs) -> TensorType:
-    """Type of the convolution: floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1 per axis."""
+    """Type of it; per axis floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1."""
     groups, out = attrs["groups"], w.shape[0]
     same(w.shape[1] * groups, x.shape[1], "channels of the weight times groups are the operand's", w.shape,
          x.shape)  # fmt: skip

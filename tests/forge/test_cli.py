@@ -172,9 +172,6 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "cycle": (CYCLE, "E0303", "cycle"),
     "dtype": (lambda b: b["inputs"]["x"].update(dtype="complex64"), "E0103", "complex64"),
     "dangling name": (lambda b: b["nodes"][0].update(inputs=["x", "v"]), "E0302", "v"),
-    "no kernel": (
-        lambda b: b["nodes"][0].update(op="prod", inputs=["x"], attrs={"dims": [1]}), "E0530", "prod"
-    ),
     "dim of no axis": (lambda b: b["inputs"]["x"].update(shape=["2*rows", 8]), "E0536", "rows"),
 }  # fmt: skip
 

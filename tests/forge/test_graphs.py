@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from esper_ir.builder import Builder, Value
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint
+from esper_ir.verify import typed
+from forge.partition import partition
 from forge.service import front
+from forge.target import resolve
 from tests.forge.dags import blueprint as random_blueprint
 from tests.forge.whole import check
 
@@ -332,11 +335,14 @@ def refused(blueprint: Blueprint) -> EsperError:
 
 
 def test_what_has_no_kernel_is_named() -> None:
-    def product(b: Builder) -> Outputs:
-        return (b.prod(b.input("x", F, ["rows", 9]), dims=[1]),)
+    """Every operator has one; a composite that nothing expanded has none."""
 
-    error = refused(made(product))
-    assert error.code == "E0530" and error.node == "prod" and "prod" in error.message
+    def whole(b: Builder) -> Outputs:
+        return (b.softmax(b.input("x", F, ["rows", 9])),)
+
+    with pytest.raises(EsperError) as found:
+        partition(typed(made(whole)), resolve("h100"))
+    assert found.value.code == "E0530" and found.value.node == "softmax" and "softmax" in found.value.message
 
 
 def test_a_gradient_asked_for_that_is_nothing_is_named() -> None:

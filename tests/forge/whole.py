@@ -185,10 +185,12 @@ def close(found: torch.Tensor, wide: torch.Tensor, eager: torch.Tensor) -> bool:
     return rms(found.double() - wide) <= 4 * rms(eager.double() - wide) + slack
 
 
-def compared(work: Work, machine: Machine, dims: Sizes) -> tuple[Tensors, Tensors, Tensors]:
-    """Results of the plans, of float64 and of eager, on random values."""
+def compared(
+    work: Work, machine: Machine, dims: Sizes, given: Tensors | None = None
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Results of the plans, of float64 and of eager, on these values or on random ones."""
     blueprint = work.blueprint
-    values = draw(blueprint, dims)
+    values = draw(blueprint, dims) if given is None else given
     shapes = evaluate(blueprint, values)
     gen = torch.Generator().manual_seed(1)
     cotangents = {

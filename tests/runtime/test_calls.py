@@ -132,7 +132,7 @@ def test_recurrence_is_the_loop() -> None:
 
 def test_table_is_closed() -> None:
     assert set(CALLS) < set(TABLE)
-    for op, attrs, inputs in (("conv2d", {"axis": 1}, 2), ("cat", {"dim": 0}, 0), ("conv3d", {}, 2)):
+    for op, attrs, inputs in (("conv2d", {"axis": 1}, 2), ("cat", {"dim": 0}, 0), ("conv4d", {}, 2)):
         with pytest.raises(EsperError) as error:
             prepare(op, attrs, inputs)
         assert error.value.code == "E0809"
