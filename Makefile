@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.esper-installed
-DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c)
+DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c runtime/_node.cpp runtime/_segment.h)
 
 .PHONY: help install demo test test-slow test-gpu bench bench-report lint docs library clean
 
@@ -16,6 +16,7 @@ install: $(STAMP)  ## make .venv with the pinned versions (again only when the d
 $(STAMP): $(DEPS)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[forge,demo,test]'
+	$(PY) -m runtime build --if-possible
 	touch $@
 
 demo: $(STAMP)  ## compile, prove, load and train on real digits

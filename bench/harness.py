@@ -66,6 +66,11 @@ class Run:
         """Artifact id by block, of what was compiled for this run."""
         return {facts["block"]: artifact for artifact, facts in self.compiled.items()}
 
+    def blocks(self) -> list[Block]:
+        """Those asked for that were compiled for this run."""
+        ids = self.ids()
+        return [block for block in available(self.only) if block.name in ids]
+
     def sizes(self, block: Block) -> list[Sizes]:
         if self.device.type == "cuda":
             return list(block.sizes)
@@ -87,7 +92,7 @@ def blocks(run: Run) -> dict[str, Any]:
     """Every block at every size, each in a process of its own; a row is kept from its last measurement."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     waterfalls, problems = [], []
-    jobs = [(at, block, sizes) for block in available(run.only) for at, sizes in enumerate(run.sizes(block))]
+    jobs = [(at, block, sizes) for block in run.blocks() for at, sizes in enumerate(run.sizes(block))]
     for at, block, sizes in sorted(jobs, key=lambda job: job[0]):  # the main size of every block first
         label = {"block": block.name, "size": block.size_label(sizes)}
         if run.left() < MIN_S:
@@ -194,20 +199,17 @@ def hosts(run: Run) -> dict[str, Any]:
 
 
 def loads(run: Run) -> dict[str, Any]:
-    block = next(iter(available(run.only)), None)
+    block = next(iter(run.blocks()), None)
     if block is None:
-        raise click.ClickException("no block with a blueprint")
-    name = (
-        run.ids().get(block.name)
-        or run.library.artifacts(blueprint=peers.blueprint_id(block.blueprint))[0].id
-    )
+        raise click.ClickException("no block was compiled")
+    name = run.ids()[block.name]
     return run.document("load", rows=[], **load.measure(run.library, name, block, run.options["unproven"]))
 
 
 def digests(run: Run) -> dict[str, Any]:
     rows = [
         row
-        for block in available(run.only)
+        for block in run.blocks()
         for size in run.sizes(block)
         for row in bits.rows(run.library, block, size, run.options["unproven"])
     ]

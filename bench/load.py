@@ -29,13 +29,15 @@ NOWHERE = "/proc/esper-no-such-home"  # not even root can make a directory there
 
 # Runs in the fresh process. Everything that could start a compiler is counted by the audit hook.
 FIRST_STEP = """
-import importlib.abc, json, os, sys, time
+import importlib.machinery, json, os, sys, time
 sys.dont_write_bytecode = True
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+# As if Triton were not installed; torch looks for it when the card is first used, and may find none.
+class Without:
+    def find_spec(name, path=None, target=None):
         if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError(f"{name} is refused by the bench", name=name)
-sys.meta_path.insert(0, Refuse())
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+sys.meta_path = [Without if f is importlib.machinery.PathFinder else f for f in sys.meta_path]
 job = json.loads(sys.argv[1])
 start = time.perf_counter()
 import torch
@@ -130,8 +132,10 @@ def _sampled(fn: Callable[[], Any], rounds: int) -> Timing:
 
 
 def _fresh(library: Library, name: str, program: Program, dims: tuple[int, ...], unproven: bool) -> Any:
-    """Read, verified, decoded, handed to the driver and bound for one size, past the process's cache."""
+    """Read, verified, decoded, handed to the driver, every kernel primed and one size bound, past the
+    process's cache."""
     entry = loader.load_fresh(name, program.device, library=library, allow_unvalidated=unproven)
+    entry.program.code.prime()
     entry.program.ready("inference", dims)
     return entry
 
@@ -156,6 +160,7 @@ def _pieces(
         launch = timed("decode", lambda: launch_manifest.from_json(data, lazy=True))
         code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name))
         made = timed("program", lambda: Program(name, launch, code))
+        timed("prime", code.prime)
         timed("bind", lambda: made.ready("inference", dims))
         code.close()
 

@@ -21,7 +21,9 @@ from forge.views import View, dense_strides
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
 
-ALIGNED, GENERAL = "a", "g"
+# "a": sizes along contiguous axes are multiples of 16; "g": any sizes. Addresses are multiples of 16 in both:
+# results come so from torch's allocator, and the runtime copies an input that is not.
+EVEN, GENERAL = "a", "g"
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,13 @@ class _Lowerer:
         numbers = [self.number(b, temps) for b in plan.buffers]
         check = tuple(n for n in numbers if n not in self.fresh and self.buffers[n].source != "temp")
         divisible = _symbolic_run(plan)
-        guard = Guard(check, tuple((s, 16) for s in plan.sizes) if divisible else ())
-        variants = []
-        if self.target.kind != "cpu":
-            variants.append(Variant(guard, self.kernels.add(plan, ALIGNED, divisible)))
-        if self.target.kind == "cpu" or check or divisible:
-            variants.append(Variant(Guard(), self.kernels.add(_general(plan), GENERAL, False)))
+        if self.target.kind == "cpu":
+            variants = [Variant(Guard(), self.kernels.add(plan, GENERAL, False))]
+        else:
+            guard = Guard(check, tuple((s, 16) for s in plan.sizes) if divisible else ())
+            variants = [Variant(guard, self.kernels.add(plan, EVEN, divisible))]
+        if self.target.kind != "cpu" and divisible:
+            variants.append(Variant(Guard(check), self.kernels.add(_general(plan), GENERAL, False)))
         args = [Argument("buffer", n) for n in numbers] + [Argument("size", s) for s in plan.sizes]
         return KernelStep(group, tuple(variants), tuple(args), launch.grid)
 
@@ -144,8 +147,8 @@ class _Lowerer:
 
 
 def _general(plan: KernelPlan) -> KernelPlan:
-    """The same grid and order of sums with a short step along the contracted axis: without alignment every
-    element is a load of its own, and a long step would only spill registers.
+    """The same grid and order of sums with a short step along the contracted axis: rows of odd length begin
+    at odd addresses, every element is a load of its own, and a long step would only spill registers.
     """
     tile = plan.tile
     if not isinstance(tile, MatmulTile):

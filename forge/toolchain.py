@@ -83,7 +83,7 @@ def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
     plan = source.plan
     signature = {f"p_{i}": POINTER_TYPE[d] for i, d in enumerate(plan.buffer_dtypes)}
     signature |= dict.fromkeys(plan.sizes, "i64" if plan.wide else "i32")
-    pointers = range(len(plan.buffers)) if source.variant == "a" else ()
+    pointers = range(len(plan.buffers))
     sizes = range(len(plan.buffers), len(signature)) if source.divisible_sizes else ()
     stages = 1 if isinstance(plan.tile, RowTile) else getattr(plan.tile, "stages", 1)
     options: dict[str, Any] = {

@@ -13,39 +13,12 @@
 #define Py_LIMITED_API 0x030B0000
 #endif
 #include <Python.h>
-#include <stdint.h>
+
 #include <stdlib.h>
-#include <string.h>
 
-#define NAME "runtime._native.segment"
-#define MAX_BUFFERS 256
-#define MAX_ARGS 256
-#define NULL_SLOT (-1)
-#define NO_VARIANT (-2)
-
-typedef int (*cuda_launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
-                           void **);
-typedef int (*cuda_clear)(void *, unsigned char, size_t, void *);
-typedef void (*cpu_entry)(void *const *, int64_t, int64_t, int64_t);
-
-typedef struct {
-    const int64_t *grid; /* gx gy gz nargs nchoices */
-    const int64_t *args; /* (is buffer, value) */
-    const int64_t *choices;
-    int64_t *counts;
-} step;
-
-typedef struct {
-    int64_t kind, nslots, nplaces, nzeros, nsteps, nchoices;
-    cuda_launch launch;
-    cuda_clear clear;
-    const int64_t *nullable, *places, *zeros;
-    int64_t *words, *counts;
-    step *steps;
-} segment;
+#include "_segment.h"
 
 static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape;
-static void *null_argument = NULL;
 
 static void release(segment *s) {
     if (s) {
@@ -55,8 +28,6 @@ static void release(segment *s) {
         free(s);
     }
 }
-
-static void destroy(PyObject *capsule) { release((segment *)PyCapsule_GetPointer(capsule, NAME)); }
 
 /* Every count and index is checked here, so that launch can trust them. */
 static int read_steps(segment *s, const int64_t *w, const int64_t *end) {
@@ -118,6 +89,8 @@ static int read_segment(segment *s, const char *bytes, Py_ssize_t size) {
     return s->steps && read_steps(s, w, end);
 }
 
+static void destroy(PyObject *capsule) { release((segment *)PyCapsule_GetPointer(capsule, SEGMENT)); }
+
 static PyObject *make_segment(PyObject *self, PyObject *arg) {
     char *bytes;
     Py_ssize_t size;
@@ -129,7 +102,7 @@ static PyObject *make_segment(PyObject *self, PyObject *arg) {
         PyErr_SetString(PyExc_ValueError, "malformed segment");
         return NULL;
     }
-    PyObject *capsule = PyCapsule_New(s, NAME, destroy);
+    PyObject *capsule = PyCapsule_New(s, SEGMENT, destroy);
     if (!capsule) release(s);
     return capsule;
 }
@@ -156,64 +129,13 @@ static int addresses_of(segment *s, PyObject *slots, int64_t *base, int64_t *at)
     return 0;
 }
 
-static const int64_t *choose(const step *t, const int64_t *address) {
-    const int64_t *c = t->choices;
-    for (int64_t i = 0; i < t->grid[4]; i++, c += 5 + c[4]) {
-        int64_t bits = 0;
-        for (int64_t k = 0; k < c[4]; k++) bits |= address[c[5 + k]];
-        if (!(bits & 15)) {
-            __atomic_fetch_add(&t->counts[i], 1, __ATOMIC_RELAXED);
-            return c;
-        }
-    }
-    return NULL;
-}
-
-static int run_step(const segment *s, const step *t, const int64_t *address, void *stream) {
-    void *args[MAX_ARGS];
-    const int64_t *g = t->grid, *c;
-    int64_t n = g[3];
-    if (!g[0] || !g[1] || !g[2]) return 0;
-    c = choose(t, address);
-    if (!c) return NO_VARIANT;
-    for (int64_t a = 0; a < n; a++)
-        args[a] = t->args[2 * a] ? (void *)&address[t->args[2 * a + 1]] : (void *)&t->args[2 * a + 1];
-    if (!s->kind) {
-        ((cpu_entry)(intptr_t)c[0])(args, g[0], g[1], g[2]);
-        return 0;
-    }
-    for (int64_t a = 0; a < c[3]; a++) args[n + a] = (void *)&null_argument;
-    return s->launch((void *)(intptr_t)c[0], g[0], g[1], g[2], c[1], 1, 1, c[2], stream, args, NULL);
-}
-
-static int run(const segment *s, const int64_t *base, void *stream, int64_t *at) {
-    int64_t address[MAX_BUFFERS];
-    for (int64_t i = 0; i < s->nplaces; i++)
-        address[i] = s->places[2 * i] < 0 ? 0 : base[s->places[2 * i]] + s->places[2 * i + 1];
-    for (int64_t i = 0; i < s->nzeros; i++) {
-        const int64_t *z = s->zeros + 3 * i;
-        void *to = (void *)(intptr_t)(base[z[0]] + z[1]);
-        int code = 0;
-        if (s->kind)
-            code = s->clear(to, 0, z[2], stream);
-        else
-            memset(to, 0, z[2]);
-        if (code) return code;
-    }
-    for (*at = 0; *at < s->nsteps; ++*at) {
-        int code = run_step(s, &s->steps[*at], address, stream);
-        if (code) return code;
-    }
-    return 0;
-}
-
 static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t base[MAX_BUFFERS], at = 0;
     if (n != 3 || !PyList_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "launch(segment, stream, slots: list)");
         return NULL;
     }
-    segment *s = PyCapsule_GetPointer(args[0], NAME);
+    segment *s = PyCapsule_GetPointer(args[0], SEGMENT);
     if (!s) return NULL;
     uint64_t stream = PyLong_AsUnsignedLongLong(args[1]);
     if (stream == (uint64_t)-1 && PyErr_Occurred()) return NULL;
@@ -231,7 +153,8 @@ static PyObject *launch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return Py_None;
 }
 
-/* 1 when the tensor is of a plain class and of this dtype and device, dense; 0 when not; -1 Python error. */
+/* 1 when the tensor is of a plain class and of this dtype and device, dense and, on a card, at a multiple of 16 bytes;
+ * 0 when not; -1 Python error. */
 static int is_plain(PyObject *t, PyObject *dtype, PyObject *classes, long index) {
     Py_ssize_t n = PyTuple_Size(classes), i = 0;
     while (i < n && (PyObject *)Py_TYPE(t) != PyTuple_GetItem(classes, i)) i++;
@@ -248,7 +171,11 @@ static int is_plain(PyObject *t, PyObject *dtype, PyObject *classes, long index)
     if (!(value = PyObject_CallMethodObjArgs(t, name_contiguous, NULL))) return -1;
     same = value == Py_True;
     Py_DECREF(value);
-    return same;
+    if (!same || index < 0) return same;
+    if (!(value = PyObject_CallMethodObjArgs(t, data_ptr, NULL))) return -1;
+    uint64_t address = PyLong_AsUnsignedLongLong(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() ? -1 : !(address & 15);
 }
 
 static int wants_grad(PyObject *t) {
@@ -292,7 +219,7 @@ static PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 }
 
 static PyObject *counts(PyObject *self, PyObject *capsule) {
-    segment *s = PyCapsule_GetPointer(capsule, NAME);
+    segment *s = PyCapsule_GetPointer(capsule, SEGMENT);
     if (!s) return NULL;
     PyObject *out = PyList_New(s->nchoices);
     for (int64_t i = 0; out && i < s->nchoices; i++) {

@@ -14,7 +14,7 @@ from esper_ir.diagnostics import EsperError
 from library.manifest import blueprint_document
 from library.paths import library_home
 from library.store import Library
-from runtime import binding, loader, system
+from runtime import binding, loader, node, system
 from runtime.binding import Block
 from runtime.cache import CacheInfo
 from runtime.dispatch import native_available
@@ -97,7 +97,7 @@ def doctor(name: str | None = None, *, library: Library | Path | str | None = No
         "torch": torch.__version__,
         "machines": machines,
         "cuda": torch.cuda.is_available(),
-        "native": {"built": system.native_built(), "used": native_available()},
+        "native": {"built": system.native_built(), "used": native_available(), "node": node.state()},
         "strict": loader.strict(),
         "library": {"path": str(library_home(library if not isinstance(library, Library) else library.home))},
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("ESPER_")},

@@ -4,6 +4,7 @@ plans."""
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,12 @@ from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from library.manifest import blueprint_document
-from runtime import functions, parameters
-from runtime.driver import STICKY
+from runtime import functions, node, parameters, recovery
 from runtime.eager import twin_of
 from runtime.errors import fail
 from runtime.executor import Counters, Program, Ready
 from runtime.functions import PLAIN, State, lookup
-from runtime.loader import Entry, load_entry, mark_faulty, tags_of
+from runtime.loader import Entry, load_entry, tags_of
 from runtime.operators import enrol, mask_of
 
 log = logging.getLogger("esper.runtime")
@@ -29,8 +29,9 @@ DISPATCH = ("auto", "op")
 FALLBACK = ("error", "eager")
 # What the eager twin may answer instead, when the caller opted in: sizes, buckets and variants that are
 # not there.
-SERVED_EAGERLY = frozenset({"E0812", "E0813", "E0815", "E0820"})
+SERVED_EAGERLY = frozenset({"E0812", "E0813", "E0815"})
 _is_compiling = torch.compiler.is_compiling
+_known = node.call
 _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -117,9 +118,16 @@ class Block(nn.Module):
         entry: Entry = self._handle.entry
         entry.pin(self)
         entry.program.code.prime()
-        self._state = State(entry.program, self._counters, self._debug)
-        self._index = entry.program.index
-        enrol(entry.program)
+        self._seat(entry.program)
+
+    def _seat(self, program: Program) -> None:
+        """Run calls on this program from now on."""
+        if hasattr(self, "_state"):
+            self._counters.launches += self._state.launched()
+        self._state = State(program, self._counters, self._debug)
+        self._state.gradients.recover = recovery.recoverer(weakref.ref(self))
+        self._index, self._broken = program.index, False
+        enrol(program)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in ("_state", "_index")}
@@ -170,6 +178,10 @@ class Block(nn.Module):
 
     def _call(self, tensors: list[Tensor]) -> Any:
         state = self._state
+        if state.node is not None:
+            made = _known(state.node, tensors)
+            if made is not None:
+                return made
         try:
             if self._index >= 0 and _current_device() != self._index:
                 return self._elsewhere(tensors)
@@ -190,8 +202,7 @@ class Block(nn.Module):
             entry = self._handle.on(index)
             entry.pin(self)
             entry.program.code.prime()
-            self._state, self._index = State(entry.program, self._counters, self._debug), index
-            enrol(entry.program)
+            self._seat(entry.program)
         with torch.cuda.device(self._index):
             grad = torch.is_grad_enabled()
             return _launch(self._state, self._state.choose(tensors, grad), tensors)
@@ -240,18 +251,36 @@ class Block(nn.Module):
             return self._operate(tensors)
         if error.code == "E0814" and self._index >= 0 and self._moved(tensors):
             return self._elsewhere(tensors)
-        if error.code == "E0820":
-            mark_faulty(self._name)
-            error.details["artifact"] = self._name
-            if error.details.get("cuda_error") in STICKY:
-                raise error  # the device context is lost: nothing else can run on it in this process
+        if error.code == recovery.LAUNCH_FAILED:
+            self.give_up(error)
+            self._counters.eager_fallbacks += 1
+            return self.by_twin(tensors)
         if self._fallback != "eager" or error.code not in SERVED_EAGERLY:
             raise error
         if not self._counters.eager_fallbacks:
             log.warning("%s: answered by the eager twin: %s", self._name, error.message)
         self._counters.eager_fallbacks += 1
+        return self.by_twin(tensors)
+
+    def by_twin(self, tensors: list[Tensor]) -> Any:
+        """The same by the eager twin, on every leaf in order."""
         with torch.autocast(tensors[0].device.type, enabled=False):
             return self._handle.eager()(*tensors)
+
+    def own_leaves(self) -> list[Tensor]:
+        """Parameters, buffers and constants of the block in blueprint order; none of a functional block."""
+        return [self._leaf(name) for name in self._own_names]
+
+    def give_up(self, error: EsperError) -> None:
+        """A launch failed: tell, and answer by the twin from now on; raises the error where nothing else can
+        run on the device (its context is lost), and under ESPER_STRICT=1."""
+        recovery.tell(self._handle.entry, self._handle.options["library"], error)
+        if not recovery.survived(error):
+            raise error
+        if not self._broken:
+            log.error("%s failed, its eager twin answers from now on: %s", self._name, error.message)
+            self._counters.launches += self._state.launched()
+            self._state, self._broken = recovery.broken(self._state, error), True
 
     # -- facts
     # ---------------------------------------------------------------------------------------------------
@@ -264,6 +293,7 @@ class Block(nn.Module):
         """This block's counters. Calls through the operators are counted per artifact and added to every
         block of it."""
         own, shared = self._counters.as_dict(), self._state.program.counters.as_dict()
+        own["launches"] += self._state.launched()
         return {name: own[name] + shared[name] for name in own}
 
     def report(self) -> dict[str, Any]:
@@ -278,6 +308,7 @@ class Block(nn.Module):
             "pipeline": entry.record.pipeline,
             "determinism": entry.record.determinism,
             "native": program.uses_native,
+            "failed_in_use": self._broken,
             "dispatch": self._dispatch,
             "variants": program.variants(),
             "counters": self._counts(),

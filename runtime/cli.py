@@ -72,6 +72,20 @@ def _table(found: dict[str, Any]) -> None:
 
 
 @main.command()
+@click.option("--if-possible", is_flag=True, help="Exit 0 when it cannot be built, and say why.")
+def build(if_possible: bool) -> None:
+    """Compile the optional autograd node for the torch and Python that are installed here."""
+    try:
+        with refusals(False):
+            from runtime import node
+
+            click.echo(f"built {node.build()}", err=True)
+    except SystemExit:
+        if not if_possible:
+            raise
+
+
+@main.command()
 @click.argument("name", metavar="[ID]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="One document on stdout.")
 @click.option("--library", type=click.Path(), default=None, help="Library to read (default ESPER_LIBRARY).")
@@ -91,7 +105,7 @@ def doctor(name: str | None, as_json: bool, library: str | None) -> None:
 def _tell(found: dict[str, Any]) -> None:
     click.echo(f"torch {found['torch']}, CUDA {'yes' if found['cuda'] else 'no'}, strict {found['strict']}")
     native = found["native"]
-    click.echo(f"native dispatch: built {native['built']}, used {native['used']}")
+    click.echo(f"native dispatch: built {native['built']}, used {native['used']}; node: {native['node']}")
     for kind, facts in found["machines"].items():
         told = ", ".join(f"{k} {v}" for k, v in facts.items() if v)
         click.echo(f"{kind}: {told}")

@@ -126,20 +126,20 @@ class NativeDispatch(Dispatch):
     def __init__(self, segment: Segment, driver: Driver | None, device: int) -> None:
         super().__init__(segment, driver, device)
         assert _native is not None
-        self._program = _native.segment(encode(segment, driver))
+        self.program = _native.segment(encode(segment, driver))
         self._launch = _native.launch
 
     def attempt(self, stream: int, slots: Sequence[Any]) -> tuple[int, int] | None:
-        return self._launch(self._program, stream, slots)
+        return self._launch(self.program, stream, slots)
 
     def __call__(self, stream: int, slots: Sequence[Any]) -> None:
-        outcome = self._launch(self._program, stream, slots)
+        outcome = self._launch(self.program, stream, slots)
         if outcome is not None:
             self._recover(outcome, stream, slots)
 
     def counts(self) -> tuple[tuple[int, ...], ...]:
         assert _native is not None
-        flat = iter(_native.counts(self._program))
+        flat = iter(_native.counts(self.program))
         return tuple(tuple(next(flat) for _ in launch.choices) for launch in self.segment.launches)
 
 

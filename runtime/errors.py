@@ -40,6 +40,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E0821": (EXIT_USAGE, "layout not supported"),
     "E0822": (EXIT_FAILURE, "a kernel wrote NaN"),
     "E0823": (EXIT_FAILURE, "a kernel wrote outside its memory"),
+    "E0827": (EXIT_BACKEND, "the autograd node cannot be built"),
     "E0830": (EXIT_FAILURE, "worker died"),
     "E0831": (EXIT_LIMIT, "worker ran out of time"),
     "E0832": (EXIT_LIMIT, "worker ran out of memory"),

@@ -20,7 +20,7 @@ from library.canon import canonical_json
 from library.launch import ExternStep, Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
 from runtime import externs
 from runtime.code import Code
-from runtime.dispatch import Dispatch, Segment, dispatcher, native_available
+from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
 from runtime.errors import fail
 from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out
 from runtime.memo import Memo
@@ -109,6 +109,12 @@ class Ready:
 
     def _stream(self) -> int:
         return _raw_stream(self._index) if self._index >= 0 else 0
+
+    def described(self) -> tuple[Any, Any] | None:
+        """Segment and fresh memory (shape, stride, dtype), when the plan is one run of kernels of the C
+        dispatcher."""
+        run = self._single
+        return (run.program, self._fresh) if isinstance(run, NativeDispatch) else None
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """E0810, E0811, E0821 unless what the caller passes is what the plan's buffers say."""
@@ -240,7 +246,7 @@ class Program:
         index = self.index
         for tensor, dtype in zip(tensors, self.dtypes, strict=False):
             plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
-            if not plain:
+            if not plain or (index >= 0 and tensor.data_ptr() & 15):
                 return self._admit_slowly(tensors, counters)
         return dims
 
@@ -260,7 +266,9 @@ class Program:
     def dense(
         self, tensor: Tensor, dtype: torch.dtype, name: str, counters: Counters | None = None
     ) -> Tensor:
-        """The tensor itself, or one counted copy that is dense; refusals E0811, E0814, E0818, E0821."""
+        """The tensor itself, or one counted copy that is dense and, on a card, begins at a multiple of 16
+        bytes: which kernel runs, and with it every bit of the result, never depends on an address.
+        Refusals E0811, E0814, E0818, E0821."""
         if tensor.device.type != self.device.type or tensor.get_device() != self.index:
             raise fail(
                 "E0814", f"{name} is on {tensor.device}, the artifact runs on {self.device}", node=name
@@ -276,10 +284,15 @@ class Program:
             raise fail(
                 "E0821", f"{name} has the layout {tensor.layout}", node=name, hint="pass a strided tensor"
             )
-        if tensor.is_contiguous() and not tensor.is_neg():
+        plain = tensor.is_contiguous() and not tensor.is_neg()
+        if plain and not (self.index >= 0 and tensor.data_ptr() & 15):
             return tensor
         (counters or self.counters).copies += 1
-        return tensor.resolve_neg().contiguous()
+        return (
+            tensor.clone(memory_format=torch.contiguous_format)
+            if plain
+            else tensor.resolve_neg().contiguous()
+        )
 
     # -- plans
     # ---------------------------------------------------------------------------------------------------
@@ -378,7 +391,7 @@ class Program:
         for at, tensor in enumerate(feeds):
             if tensor is None:
                 feeds[at] = self.zeros(self.interface.outputs[at - self.saved_count], dims)
-            elif not tensor.is_contiguous() or tensor.is_neg():
+            else:
                 feeds[at] = self.dense(tensor, tensor.dtype, "a cotangent", counters)
         return feeds
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_ir.diagnostics import EsperError
+from runtime import node
 from runtime.dispatch import native_lookup
 from runtime.errors import fail
 from runtime.executor import READY_LIMIT, Counters, Dims, Program, Ready
@@ -23,17 +25,104 @@ PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Classes whose tensors are what they seem; others dispatch, and take the operators."""
 
 
-class State:
-    """What one block gives to its calls: the program, its own counters, and which plan answers which call."""
+class Gradients:
+    """Backward of one block: which plan answers which call, and the way of doing it that takes everything."""
 
-    __slots__ = ("program", "counters", "ready", "memo", "types", "_debug", "_backward")
+    __slots__ = ("program", "counters", "ready", "recover", "_memo", "_debug")
+
+    def __init__(
+        self, program: Program, counters: Counters, ready: Callable[..., Ready], debug: bool
+    ) -> None:
+        self.program, self.counters, self.ready, self._debug = program, counters, ready, debug
+        self._memo: Memo[Any, tuple[Ready, tuple[int, ...]]] = Memo(READY_LIMIT)
+        self.recover: Callable[..., Sequence[Tensor | None]] | None = None  # after a launch failed
+
+    def wanted(self, mask: Mask) -> tuple[str, ...]:
+        """Names of the gradients asked for: `mask` per input of the interface."""
+        interface = self.program.interface
+        pairs = zip(interface.inputs, mask, strict=True)
+        return tuple(s.name for s, asked in pairs if asked and s.name in interface.differentiable)
+
+    def plan(self, mask: Mask, dims: Dims) -> tuple[Ready, tuple[int, ...]] | None:
+        """The plan that gives these gradients, and per input of the interface the slot of its gradient
+        (-1: None); None when no differentiable input asks."""
+        found = self._memo.get((mask, dims))
+        if found is not None:
+            return found
+        wanted = self.wanted(mask)
+        if not wanted:
+            return None
+        ready = self.ready("backward", dims, wanted)
+        slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))
+        names = [s.name for s in self.program.interface.inputs]
+        found = (ready, tuple(slot.get(n, -1) if m else -1 for n, m in zip(names, mask, strict=True)))
+        return found if self._debug else self._memo.put((mask, dims), found)
+
+    def describe(self, mask: Mask, dims: Dims) -> tuple[Any, ...] | None:
+        """The same for `runtime/_node.cpp`: segment, fresh memory and returns; None when a call must come
+        here."""
+        found = self.plan(mask, dims)
+        run = found[0].described() if found is not None else None
+        return None if found is None or run is None else (*run, found[1])
+
+    def __call__(
+        self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """A gradient per input of the interface, None where not asked for or not differentiable."""
+        if torch.is_grad_enabled():
+            return self._refusing(dims, mask, saved, cotangents)
+        try:
+            return self._run(dims, mask, saved, cotangents)
+        except EsperError as error:
+            if self.recover is None:
+                raise
+            return self.recover(error, mask, saved, cotangents)
+
+    def _run(
+        self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        found = self.plan(mask, dims)
+        if found is None or all(c is None for c in cotangents):
+            return [None] * len(mask)
+        ready, returns = found
+        slots: list[Any] = [*saved, *cotangents]
+        low = 15 if self.program.index >= 0 else 0
+        for tensor in slots:
+            if tensor is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() & low:
+                slots = self.program.backward_feeds(dims, saved, cotangents, self.counters)
+                break
+        ready(slots)
+        self.counters.launches += ready.launches
+        return [slots[i] if i >= 0 else None for i in returns]
+
+    def _refusing(
+        self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Under create_graph: the gradients, tied to a refusal that is raised only if they are
+        differentiated again."""
+        with torch.no_grad():
+            found = self._run(dims, mask, saved, cotangents)
+        made = [g for g in found if g is not None]
+        sources = [t for t in (*saved, *cotangents) if t is not None and t.requires_grad]
+        if not made or not sources:
+            return list(found)
+        tied = iter(_Once.apply(self.program.artifact_id, len(made), *made, *sources))
+        return [None if g is None else next(tied) for g in found]
+
+
+class State:
+    """What one block gives to its calls: the program, its own counters, and which plan answers which call.
+    `node`: the same for `runtime/_node.cpp`, where that is built."""
+
+    __slots__ = ("program", "counters", "ready", "memo", "types", "gradients", "node", "_debug")
 
     def __init__(self, program: Program, counters: Counters, debug: bool = False) -> None:
         self.program, self.counters, self._debug = program, counters, debug
         self.ready = _watching(program) if debug else program.ready
         self.types = (program.dtypes, PLAIN, program.index)
         self.memo: Memo[Any, list[Any]] = Memo(READY_LIMIT)
-        self._backward: Memo[Any, tuple[Ready, tuple[int, ...]]] = Memo(READY_LIMIT)
+        self.gradients = Gradients(program, counters, self.ready, debug)
+        self.node = None if debug else node.block(program.dtypes, PLAIN, program.index, self.gradients)
 
     def choose(self, tensors: list[Tensor], grad: bool) -> tuple[Ready, bool]:
         """The plan for a call that `lookup` did not know, everything checked; and whether it needs a
@@ -50,28 +139,19 @@ class State:
         if pair is None:
             pair = self.memo.put(key, [None, None])
         pair[asked] = found
+        self._teach(key, *found)
         return found
 
-    def wanted(self, mask: Mask) -> tuple[str, ...]:
-        """Names of the gradients asked for: `mask` per input of the interface."""
-        interface = self.program.interface
-        pairs = zip(interface.inputs, mask, strict=True)
-        return tuple(s.name for s, asked in pairs if asked and s.name in interface.differentiable)
+    def _teach(self, key: tuple[torch.Size, ...], ready: Ready, asked: bool) -> None:
+        run = ready.described() if self.node is not None else None
+        if run is not None:
+            layout = ready.layout
+            saved = layout.saved if asked else ()
+            node.learn(self.node, key, asked, ready.dims, *run, layout.outputs, saved)
 
-    def backward(self, mask: Mask, dims: Dims) -> tuple[Ready, tuple[int, ...]] | None:
-        """The plan that gives these gradients, and per input of the interface the slot of its gradient
-        (-1: None); None when no differentiable input asks."""
-        found = self._backward.get((mask, dims))
-        if found is not None:
-            return found
-        wanted = self.wanted(mask)
-        if not wanted:
-            return None
-        ready = self.ready("backward", dims, wanted)
-        slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))
-        names = [s.name for s in self.program.interface.inputs]
-        found = (ready, tuple(slot.get(n, -1) if m else -1 for n, m in zip(names, mask, strict=True)))
-        return found if self._debug else self._backward.put((mask, dims), found)
+    def launched(self) -> int:
+        """Kernels that `runtime/_node.cpp` launched for this block."""
+        return 0 if self.node is None else node.launches(self.node)
 
 
 def python_lookup(
@@ -88,6 +168,8 @@ def python_lookup(
         if tensor.__class__ not in plain or tensor.dtype is not dtype:
             return None
         if tensor.get_device() != index or not tensor.is_contiguous():
+            return None
+        if index >= 0 and tensor.data_ptr() & 15:
             return None
         asked = asked or (grad and tensor.requires_grad)
     pair = hot.get(tuple([t.shape for t in tensors]))
@@ -126,49 +208,10 @@ class Call(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         state, dims = ctx.call
         mask = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            return (None, None, *_refusing(state, dims, mask, ctx.saved_tensors, cotangents))
-        return (None, None, *differentiate(state, dims, mask, ctx.saved_tensors, cotangents))
+        return (None, None, *state.gradients(dims, mask, ctx.saved_tensors, cotangents))
 
 
 call = super(torch.autograd.Function, Call).apply  # type: ignore[misc]
-
-
-def differentiate(
-    state: State,
-    dims: Dims,
-    mask: Mask,
-    saved: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-) -> Sequence[Tensor | None]:
-    """A gradient per input of the interface, None where not asked for or not differentiable."""
-    found = state.backward(mask, dims)
-    if found is None or all(c is None for c in cotangents):
-        return [None] * len(mask)
-    ready, returns = found
-    slots: list[Any] = [*saved, *cotangents]
-    for tensor in slots:
-        if tensor is None or not tensor.is_contiguous() or tensor.is_neg():
-            slots = state.program.backward_feeds(dims, saved, cotangents, state.counters)
-            break
-    ready(slots)
-    state.counters.launches += ready.launches
-    return [slots[i] if i >= 0 else None for i in returns]
-
-
-def _refusing(
-    state: State, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Under create_graph: the gradients, tied to a refusal that is raised only if they are differentiated
-    again."""
-    with torch.no_grad():
-        found = differentiate(state, dims, mask, saved, cotangents)
-    made = [g for g in found if g is not None]
-    sources = [t for t in (*saved, *cotangents) if t is not None and t.requires_grad]
-    if not made or not sources:
-        return list(found)
-    tied = iter(_Once.apply(state.program.artifact_id, len(made), *made, *sources))
-    return [None if g is None else next(tied) for g in found]
 
 
 class _Once(torch.autograd.Function):

@@ -4,8 +4,8 @@
 
 CASES is JSON, a case or a list of them: {"path": file, "sizes": {"64": 32}, "dims": {"rows": 37}}, or with
 "blueprint": document, or with "seed": 7, "dtype": "float32" for a random graph; and optionally "target" and
-"variant" ("g" general, "a" aligned). Printed is a list with, per case, each result's distance from float64
-and from eager, and the number of programs launched.
+"variant" ("g" for any sizes, "a" for multiples of 16 where that matters). Printed is a list with, per case,
+each result's distance from float64 and from eager, and the number of programs launched.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def load_kernel(source: str, name: str) -> Any:
 
 
 class Interpreter(Machine):
-    """The general variants ("g") of kernels, or the aligned ones ("a") where there are any. Of the backward
-    plans only the one with every gradient: each program takes milliseconds.
+    """The last variant of every kernel, or the first. Of the backward plans only the one with every gradient:
+    each program takes milliseconds.
     """
 
     every_mask = False

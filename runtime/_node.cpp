@@ -1,0 +1,487 @@
+/* A block's call in one C++ function, with an autograd node that runs backward without the interpreter.
+ *
+ * block(dtypes, classes, index, gradients) -> capsule    what one block gives to its calls; index -1: the cpu
+ * learn(capsule, shapes, asked, dims, segment, fresh, outputs, saved) -> bool    a plan for calls of these shapes
+ * call(capsule, tensors: list) -> result | None           None: not known, or odd in some way; nothing has happened
+ * launches(capsule) -> int
+ *
+ * Only the common case is here: plain dense tensors of the learnt shapes, plans that are one segment of kernels. All
+ * else is answered by runtime/functions.py, which `gradients` reaches from backward: gradients.describe(mask, dims)
+ * gives (segment, fresh, returns) or None, gradients(dims, mask, saved, cotangents) the gradients.
+ *
+ * Built by `python -m runtime build` against the torch that is installed; its internals are used, so a file serves
+ * exactly one version of torch and of Python, and its name says which.
+ */
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "_segment.h"
+
+namespace esper {
+
+using at::Tensor;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+constexpr size_t LIMIT = 256;  // learnt tuples of shapes per block, as READY_LIMIT
+
+/* An owned reference that may be dropped by a thread of the engine, which does not hold the interpreter. */
+struct Held {
+    PyObject* object = nullptr;
+    Held() = default;
+    explicit Held(PyObject* o) : object(o) { Py_XINCREF(o); }
+    Held(Held&& other) noexcept : object(other.object) { other.object = nullptr; }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    Held& operator=(Held&& other) noexcept {
+        std::swap(object, other.object);
+        return *this;
+    }
+    ~Held() {
+        if (!object || !Py_IsInitialized()) return;
+        pybind11::gil_scoped_acquire gil;
+        Py_DECREF(object);
+    }
+};
+
+struct Fresh {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype;
+};
+
+struct Plan {
+    Held owner;
+    const segment* run = nullptr;
+    std::vector<Fresh> fresh;
+};
+
+struct Backward {
+    Plan plan;
+    std::vector<int64_t> returns;  // per input the slot of its gradient, -1: none
+};
+
+struct Shared {
+    std::vector<at::ScalarType> dtypes;
+    std::vector<PyTypeObject*> classes;
+    Held class_owner, gradients;
+    int64_t index = -1;
+    std::atomic<int64_t> launches{0};
+};
+
+struct Path {
+    Plan plan;
+    std::vector<int64_t> outputs, saved;
+};
+
+/* What is known for one tuple of shapes. Plans are never taken away, so a reader needs no lock once it has one. */
+struct Entry {
+    std::shared_ptr<Shared> shared;
+    Held dims;
+    std::unique_ptr<Path> paths[2];  // without a graph, with one
+    std::mutex mutex;
+    std::vector<std::pair<uint64_t, std::unique_ptr<Backward>>> backward;
+};
+
+using Key = std::vector<int64_t>;
+struct KeyHash {
+    size_t operator()(const Key& key) const {
+        uint64_t h = 1469598103934665603ull;
+        for (int64_t v : key) h = (h ^ (uint64_t)v) * 1099511628211ull;
+        return (size_t)h;
+    }
+};
+
+struct Block {
+    std::shared_ptr<Shared> shared = std::make_shared<Shared>();
+    std::unordered_map<Key, std::shared_ptr<Entry>, KeyHash> entries;
+    Key last_key;
+    std::shared_ptr<Entry> last;
+};
+
+constexpr const char* NAME = "runtime._node.block";
+
+/* Tensors whose memory is not simply their elements, or that somebody else watches. */
+const c10::DispatchKeySet ODD({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
+                               c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                               c10::DispatchKey::Functionalize});
+
+bool plain(const Tensor& t, at::ScalarType dtype, int64_t index) {
+    if (!t.defined() || t.scalar_type() != dtype || t.layout() != at::kStrided) return false;
+    if (index < 0 ? !t.device().is_cpu() : !(t.device().is_cuda() && t.device().index() == index)) return false;
+    if (t.key_set().has_any(ODD) || !t.is_contiguous()) return false;
+    return index < 0 || !((uintptr_t)t.const_data_ptr() & 15);
+}
+
+/* -- the card: found in torch's own library when it is loaded, so that one source serves builds with and without it */
+
+typedef at::TensorBase (*empty_cuda_fn)(at::IntArrayRef, at::IntArrayRef, at::ScalarType, std::optional<at::Device>);
+typedef int32_t (*stream_fn)(int32_t, void**);
+
+void* from_cuda(const char* symbol) {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? dlsym(library, symbol) : nullptr;
+}
+
+Tensor allocate(const Fresh& f, int64_t index) {
+    if (index < 0) return Tensor(at::detail::empty_strided_cpu(f.sizes, f.strides, f.dtype));
+    static auto made = (empty_cuda_fn)from_cuda(
+        "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE");
+    at::Device device(at::kCUDA, (c10::DeviceIndex)index);
+    if (made) return Tensor(made(f.sizes, f.strides, f.dtype, device));
+    at::AutoDispatchBelowADInplaceOrView below;
+    return at::empty_strided(f.sizes, f.strides, at::TensorOptions().dtype(f.dtype).device(device));
+}
+
+bool stream_of(int64_t index, void** stream) {
+    static auto current = (stream_fn)from_cuda("aoti_torch_get_current_cuda_stream");
+    *stream = nullptr;
+    return index < 0 || (current && current((int32_t)index, stream) == 0);
+}
+
+/* Appends fresh memory to the slots and launches; false when something must be answered by the slower path. */
+bool execute(const Plan& plan, std::vector<Tensor>& slots, Shared& shared) {
+    const segment* s = plan.run;
+    int64_t base[MAX_BUFFERS], at = 0;
+    void* stream;
+    if ((int64_t)(slots.size() + plan.fresh.size()) != s->nslots || !stream_of(shared.index, &stream)) return false;
+    for (const Fresh& f : plan.fresh) slots.push_back(allocate(f, shared.index));
+    for (size_t i = 0; i < slots.size(); i++) {
+        base[i] = (int64_t)(uintptr_t)slots[i].const_data_ptr();
+        if (!base[i] && !s->nullable[i]) return false;
+    }
+    if (run(s, base, stream, &at)) return false;
+    shared.launches.fetch_add(s->nsteps, std::memory_order_relaxed);
+    return true;
+}
+
+/* -- from Python ---------------------------------------------------------------------------------------------- */
+
+std::vector<int64_t> integers(PyObject* sequence) {
+    std::vector<int64_t> out;
+    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(sequence))
+        out.push_back(item.cast<int64_t>());
+    return out;
+}
+
+Plan read_plan(PyObject* capsule, PyObject* fresh) {
+    Plan plan;
+    plan.owner = Held(capsule);
+    plan.run = (const segment*)PyCapsule_GetPointer(capsule, SEGMENT);
+    if (!plan.run) throw python_error();
+    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(fresh)) {
+        auto row = item.cast<pybind11::tuple>();
+        plan.fresh.push_back({integers(pybind11::object(row[0]).ptr()), integers(pybind11::object(row[1]).ptr()),
+                              ((THPDtype*)pybind11::object(row[2]).ptr())->scalar_type});
+    }
+    return plan;
+}
+
+/* The plan for these gradients, asked for once. */
+const Backward* backward_for(Entry& entry, uint64_t mask, const std::vector<bool>& wanted) {
+    {
+        std::lock_guard<std::mutex> lock(entry.mutex);
+        for (auto& known : entry.backward)
+            if (known.first == mask) return known.second.get();
+    }
+    pybind11::gil_scoped_acquire gil;
+    pybind11::tuple asked(wanted.size());
+    for (size_t i = 0; i < wanted.size(); i++) asked[i] = pybind11::bool_(wanted[i]);
+    pybind11::handle gradients(entry.shared->gradients.object);
+    pybind11::object found = gradients.attr("describe")(asked, pybind11::handle(entry.dims.object));
+    std::unique_ptr<Backward> made;
+    if (!found.is_none()) {
+        auto row = found.cast<pybind11::tuple>();
+        made = std::make_unique<Backward>();
+        made->plan = read_plan(pybind11::object(row[0]).ptr(), pybind11::object(row[1]).ptr());
+        made->returns = integers(pybind11::object(row[2]).ptr());
+    }
+    std::lock_guard<std::mutex> lock(entry.mutex);
+    for (auto& known : entry.backward)
+        if (known.first == mask) return known.second.get();
+    entry.backward.emplace_back(mask, std::move(made));
+    return entry.backward.back().second.get();
+}
+
+/* -- backward ------------------------------------------------------------------------------------------------- */
+
+struct EsperBackward : public Node {
+    std::shared_ptr<Entry> entry;
+    std::vector<SavedVariable> saved;
+
+    EsperBackward(std::shared_ptr<Entry> e, edge_list&& edges) : Node(std::move(edges)), entry(std::move(e)) {}
+
+    std::string name() const override { return "EsperBackward"; }
+
+    void release_variables() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (auto& s : saved) s.reset_data();
+    }
+
+    variable_list apply(variable_list&& cotangents) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        Shared& shared = *entry->shared;
+        uint64_t mask = 0;
+        std::vector<bool> wanted(num_outputs());
+        for (size_t i = 0; i < wanted.size(); i++)
+            if ((wanted[i] = task_should_compute_output(i))) mask |= 1ull << i;
+        std::vector<Tensor> slots;
+        slots.reserve(saved.size() + cotangents.size() + 16);
+        for (auto& s : saved) slots.push_back(s.unpack(getptr()));
+        for (auto& c : cotangents) slots.push_back(c);
+        const size_t given = slots.size();
+        bool easy = !at::GradMode::is_enabled();
+        for (size_t i = 0; easy && i < given; i++)
+            easy = slots[i].defined() && plain(slots[i], slots[i].scalar_type(), shared.index);
+        if (easy) {
+            c10::OptionalDeviceGuard guard;
+            if (shared.index >= 0) guard.reset_device(at::Device(at::kCUDA, (c10::DeviceIndex)shared.index));
+            const Backward* known = backward_for(*entry, mask, wanted);
+            if (known && execute(known->plan, slots, shared)) {
+                variable_list out(wanted.size());
+                for (size_t i = 0; i < out.size(); i++)
+                    if (known->returns[i] >= 0) out[i] = std::move(slots[known->returns[i]]);
+                return out;
+            }
+            slots.resize(given);
+        }
+        return slowly(slots, wanted);
+    }
+
+    /* None and strided cotangents, create_graph, failures: what runtime/functions.py does. */
+    variable_list slowly(const std::vector<Tensor>& slots, const std::vector<bool>& wanted) {
+        pybind11::gil_scoped_acquire gil;
+        pybind11::tuple mask(wanted.size()), kept(saved.size()), cotangents(slots.size() - saved.size());
+        for (size_t i = 0; i < wanted.size(); i++) mask[i] = pybind11::bool_(wanted[i]);
+        for (size_t i = 0; i < slots.size(); i++) {
+            PyObject* item = slots[i].defined() ? THPVariable_Wrap(slots[i]) : Py_NewRef(Py_None);
+            if (!item) throw python_error();
+            auto made = pybind11::reinterpret_steal<pybind11::object>(item);
+            if (i < saved.size())
+                kept[i] = made;
+            else
+                cotangents[i - saved.size()] = made;
+        }
+        PyObject* found = PyObject_CallFunctionObjArgs(entry->shared->gradients.object, entry->dims.object, mask.ptr(),
+                                                       kept.ptr(), cotangents.ptr(), nullptr);
+        if (!found) {
+            python_error error;
+            error.persist();
+            throw std::move(error);
+        }
+        auto rows = pybind11::reinterpret_steal<pybind11::sequence>(found);
+        variable_list out(wanted.size());
+        for (size_t i = 0; i < out.size(); i++) {
+            pybind11::object item = rows[i];
+            if (!item.is_none()) out[i] = THPVariable_Unpack(item.ptr());
+        }
+        return out;
+    }
+};
+
+/* torch 2.11 shares nodes by std::shared_ptr, later ones by an intrusive pointer. */
+template <class P>
+struct Pointer;
+template <>
+struct Pointer<std::shared_ptr<Node>> {
+    template <class T>
+    static std::shared_ptr<T> own(T* node) {
+        return std::shared_ptr<T>(node, [](T* n) { deleteNode(n); });
+    }
+};
+template <>
+struct Pointer<c10::intrusive_ptr<Node>> {
+    template <class T>
+    static c10::intrusive_ptr<T> own(T* node) {
+        return c10::intrusive_ptr<T>::unsafe_steal_from_new(node);
+    }
+};
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+void connect(const std::shared_ptr<Entry>& entry, const Path& path, const std::vector<Tensor>& slots, size_t inputs) {
+    edge_list edges;
+    edges.reserve(inputs);
+    for (size_t i = 0; i < inputs; i++) edges.push_back(torch::autograd::impl::gradient_edge(slots[i]));
+    auto node = Pointer<NodePointer>::own(new EsperBackward(entry, std::move(edges)));
+    NodePointer base = node;
+    for (int64_t i : path.outputs) {
+        if (torch::autograd::isDifferentiableType(slots[i].scalar_type()))
+            torch::autograd::set_history(slots[i], base);
+        else
+            node->add_input_metadata(Node::undefined_input());
+    }
+    node->saved.reserve(path.saved.size());
+    for (int64_t i : path.saved) {
+        bool output = std::find(path.outputs.begin(), path.outputs.end(), i) != path.outputs.end();
+        node->saved.emplace_back(slots[i], output);
+    }
+}
+
+/* -- forward -------------------------------------------------------------------------------------------------- */
+
+Block* block_of(PyObject* capsule) {
+    auto* block = (Block*)PyCapsule_GetPointer(capsule, NAME);
+    if (!block) throw python_error();
+    return block;
+}
+
+/* Unpacks and looks at every tensor; false: not the common case. */
+bool take(const Shared& shared, PyObject* list, std::vector<Tensor>& slots, Key& key, bool& asked) {
+    const size_t n = shared.dtypes.size();
+    if (!PyList_Check(list) || (size_t)PyList_GET_SIZE(list) != n) return false;
+    for (size_t i = 0; i < n; i++) {
+        PyObject* item = PyList_GET_ITEM(list, i);
+        bool known = false;
+        for (PyTypeObject* c : shared.classes) known |= Py_TYPE(item) == c;
+        if (!known) return false;
+        const Tensor& t = THPVariable_Unpack(item);
+        if (!plain(t, shared.dtypes[i], shared.index)) return false;
+        asked |= t.requires_grad();
+        key.push_back(t.dim());
+        for (int64_t size : t.sizes()) key.push_back(size);
+        slots.push_back(t);
+    }
+    return true;
+}
+
+bool elsewhere(int64_t index) {
+    return index >= 0 && c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice().index() != index;
+}
+
+PyObject* wrapped(const Path& path, std::vector<Tensor>& slots) {
+    if (path.outputs.size() == 1) return THPVariable_Wrap(slots[path.outputs[0]]);
+    PyObject* out = PyTuple_New(path.outputs.size());
+    for (size_t i = 0; out && i < path.outputs.size(); i++) {
+        PyObject* item = THPVariable_Wrap(slots[path.outputs[i]]);
+        if (!item) {
+            Py_DECREF(out);
+            return nullptr;
+        }
+        PyTuple_SET_ITEM(out, i, item);
+    }
+    return out;
+}
+
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t n) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(n == 2, "call(block, tensors: list)");
+    Block* block = block_of(args[0]);
+    const auto shared = block->shared;
+    std::vector<Tensor> slots;
+    slots.reserve(shared->dtypes.size() + 16);
+    static thread_local Key key;
+    key.clear();
+    bool asked = false;
+    if (!take(*shared, args[1], slots, key, asked) || elsewhere(shared->index)) Py_RETURN_NONE;
+    asked = asked && at::GradMode::is_enabled();
+    std::shared_ptr<Entry> entry = block->last;
+    if (!entry || key != block->last_key) {
+        auto found = block->entries.find(key);
+        if (found == block->entries.end()) Py_RETURN_NONE;
+        block->last = entry = found->second;
+        block->last_key = key;
+    }
+    const Path* path = entry->paths[asked].get();
+    if (!path) Py_RETURN_NONE;
+    bool done;
+    {
+        pybind11::gil_scoped_release others_may_run;
+        done = execute(path->plan, slots, *shared);
+    }
+    if (!done) Py_RETURN_NONE;
+    if (asked) connect(entry, *path, slots, shared->dtypes.size());
+    return wrapped(*path, slots);
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* learn(PyObject*, PyObject* args) {
+    HANDLE_TH_ERRORS
+    PyObject *capsule, *shapes, *dims, *run, *fresh, *outputs, *saved;
+    int asked;
+    if (!PyArg_ParseTuple(args, "OOpOOOOO", &capsule, &shapes, &asked, &dims, &run, &fresh, &outputs, &saved))
+        return nullptr;
+    Block* block = block_of(capsule);
+    const int64_t inputs = (int64_t)block->shared->dtypes.size();
+    auto path = std::make_unique<Path>();
+    path->plan = read_plan(run, fresh);
+    path->outputs = integers(outputs);
+    path->saved = integers(saved);
+    // A result that is an input's own memory would need a view of it, and a mask has 64 bits.
+    for (int64_t i : path->outputs)
+        if (i < inputs) Py_RETURN_FALSE;
+    if (inputs > 64 || path->plan.run->nslots != inputs + (int64_t)path->plan.fresh.size()) Py_RETURN_FALSE;
+    Key key;
+    for (pybind11::handle shape : pybind11::reinterpret_borrow<pybind11::sequence>(shapes)) {
+        auto sizes = integers(shape.ptr());
+        key.push_back((int64_t)sizes.size());
+        key.insert(key.end(), sizes.begin(), sizes.end());
+    }
+    if (block->entries.size() >= LIMIT) block->entries.clear();
+    auto& entry = block->entries[key];
+    if (!entry) {
+        entry = std::make_shared<Entry>();
+        entry->shared = block->shared;
+        entry->dims = Held(dims);
+    }
+    if (!entry->paths[asked]) entry->paths[asked] = std::move(path);
+    Py_RETURN_TRUE;
+    END_HANDLE_TH_ERRORS
+}
+
+void destroy(PyObject* capsule) { delete (Block*)PyCapsule_GetPointer(capsule, NAME); }
+
+PyObject* make(PyObject*, PyObject* args) {
+    HANDLE_TH_ERRORS
+    PyObject *dtypes, *classes, *gradients;
+    long long index;
+    if (!PyArg_ParseTuple(args, "OOLO", &dtypes, &classes, &index, &gradients)) return nullptr;
+    auto block = std::make_unique<Block>();
+    Shared& shared = *block->shared;
+    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(dtypes)) {
+        TORCH_CHECK_TYPE(THPDtype_Check(item.ptr()), "dtypes must be torch.dtype");
+        shared.dtypes.push_back(((THPDtype*)item.ptr())->scalar_type);
+    }
+    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(classes))
+        shared.classes.push_back((PyTypeObject*)item.ptr());
+    shared.class_owner = Held(classes);
+    shared.gradients = Held(gradients);
+    shared.index = index;
+    PyObject* capsule = PyCapsule_New(block.get(), NAME, destroy);
+    if (capsule) block.release();
+    return capsule;
+    END_HANDLE_TH_ERRORS
+}
+
+PyObject* launches(PyObject*, PyObject* capsule) {
+    HANDLE_TH_ERRORS
+    return PyLong_FromLongLong(block_of(capsule)->shared->launches.load(std::memory_order_relaxed));
+    END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"block", make, METH_VARARGS, "what one block gives to its calls"},
+    {"learn", learn, METH_VARARGS, "a plan for calls of these shapes"},
+    {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, "the result, or None"},
+    {"launches", launches, METH_O, "kernels launched so far"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_node", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace esper
+
+PyMODINIT_FUNC PyInit__node(void) { return PyModule_Create(&esper::module); }
