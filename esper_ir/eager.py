@@ -113,7 +113,8 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 class EagerTwin(nn.Module):
     """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint, dots as
-    nested modules.
+    nested modules. They start from `blueprint.values` where an importer found some, else from their
+    initialisers.
 
     `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of
     them.
@@ -129,13 +130,20 @@ class EagerTwin(nn.Module):
         for leaf in blueprint.of_kind("param"):
             trained = leaf.type.dtype.is_floating and (wanted is None or leaf.name in wanted)
             owner, name = _owner(self, leaf.name)
-            owner.register_parameter(name, nn.Parameter(initialise(leaf, generator), requires_grad=trained))
+            owner.register_parameter(name, nn.Parameter(self._start(leaf, generator), requires_grad=trained))
         for leaf in blueprint.of_kind("buffer"):
             owner, name = _owner(self, leaf.name)
-            owner.register_buffer(name, initialise(leaf, generator))
+            owner.register_buffer(name, self._start(leaf, generator))
         for leaf in blueprint.of_kind("constant"):
             owner, name = _owner(self, leaf.name)
-            owner.register_buffer(name, constant_value(leaf, base), persistent=False)
+            held = blueprint.values.get(leaf.name)
+            value = constant_value(leaf, base) if held is None else held.clone()
+            owner.register_buffer(name, value, persistent=False)
+
+    def _start(self, leaf: Leaf, generator: torch.Generator | None) -> Tensor:
+        """The value that an importer found, else a fresh one."""
+        held = self.blueprint.values.get(leaf.name)
+        return initialise(leaf, generator) if held is None else held.clone()
 
     def values(self) -> dict[str, Tensor]:
         """Params, buffers and constants under their names in the blueprint."""

@@ -68,7 +68,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The text form as data. `nodes` in any order; order of leaves, outputs, `differentiable` is meaning."""
+    """The text form as data. `nodes` in any order; order of leaves, outputs, `differentiable` is meaning.
+
+    `values`: tensors by leaf name that an importer found. They are in no text and no hash; the eager twin
+    starts from them, and `esper_ir.importers.torch_values.save` writes them to a file.
+    """
 
     name: str
     leaves: tuple[Leaf, ...]
@@ -77,6 +81,7 @@ class Blueprint:
     dims: Mapping[str, DimSpec] = field(default_factory=dict)
     differentiable: tuple[str, ...] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def leaf(self, name: str) -> Leaf | None:
         return next((v for v in self.leaves if v.name == name), None)

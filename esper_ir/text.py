@@ -19,7 +19,7 @@ MAX_BYTES = 64 * 2**20
 MAX_NESTING = 64
 MAX_NODES = 100_000
 MAX_RANK = 16
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,254}", re.ASCII)
+NAME = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_.]{0,254}|[0-9]{1,4}\.[A-Za-z0-9_.]{1,250})", re.ASCII)
 SYMBOL = re.compile(r"(?!floordiv\Z)[A-Za-z_]\w{0,63}", re.ASCII)
 SECTIONS = {"inputs": "input", "params": "param", "buffers": "buffer", "constants": "constant"}
 INITIALISERS = {
@@ -121,7 +121,7 @@ def _object(value: Any, where: str, required: Sequence[str], optional: Sequence[
 
 def _name(value: Any, where: str, pattern: re.Pattern[str] = NAME) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        hint = "letters, digits, _ and (not for dims) dots; a letter or _ first; at most 255"
+        hint = "letters, digits, _ and (not for dims) dots; a letter, _ or a number with a dot first; at most 255"
         raise EsperError("E0107", f"{where}: bad name {str(value)[:64]!r}", hint=hint)
     return value
 

@@ -1,0 +1,356 @@
+"""Products, convolutions, attention, lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from esper_ir.builder import Value
+from esper_ir.diagnostics import EsperError
+from esper_ir.importers.context import Context, Rule, Scalar, each, known, unsupported
+from esper_ir.opdef import Number
+from esper_ir.types import Dim, DType
+
+ONE = Dim.of(1)
+
+
+def _product(b: Context, x: Value, y: Value) -> Value:
+    """torch.matmul: vectors become rows or columns, and the axis goes again."""
+    if not x.type.dtype.is_floating:
+        raise unsupported(f"a product of {x.type.dtype.value}", "cast to a floating type first")
+    wide, tall = x.type.rank == 1, y.type.rank == 1
+    left = b.reshape(x, (ONE, *x.type.shape)) if wide else x
+    right = b.reshape(y, (*y.type.shape, ONE)) if tall else y
+    made = b.op("matmul", left, right, precision=b.precision.matmul)
+    shape = made.type.shape
+    if tall:
+        shape = shape[:-1]
+    if wide:
+        shape = (*shape[:-2], shape[-1]) if not tall else shape[:-1]
+    return b.reshape(made, shape)
+
+
+def _linear(b: Context, x: Value, weight: Value, bias: Value | None = None) -> Value:
+    if weight.type.rank == 1:
+        made = _product(b, x, weight)
+        return made if bias is None else b.op("add", made, bias)
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return b.op("linear", *operands, precision=b.precision.matmul)
+
+
+def _added(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alpha: Number = 1) -> Value:
+    """beta base + alpha x y; with beta 0 the base has no influence, NaN or not."""
+    made = _product(b, x, y)
+    if alpha != 1:
+        made = b.op("mul", made, alpha)
+    if beta == 0:
+        return made
+    return b.op("add", base if beta == 1 else b.op("mul", base, beta), made)
+
+
+def _outer(b: Context, x: Value, y: Value) -> Value:
+    return b.op("mul", b.reshape(x, (*x.type.shape, ONE)), y)
+
+
+def _addr(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alpha: Number = 1) -> Value:
+    made = _outer(b, x, y)
+    made = made if alpha == 1 else b.op("mul", made, alpha)
+    return b.op("add", base if beta == 1 else b.op("mul", base, beta), made)
+
+
+# einsum: permuted, multiplied by one batched product per operand, permuted back.
+
+
+def _einsum(b: Context, equation: str, operands: Sequence[Value], path: Any = None) -> Value:
+    left, _, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "." in equation or any(len(set(t)) < len(t) for t in terms) or "->" not in equation:
+        return _einsum_general(b, terms, right if "->" in equation else None, operands)
+    return _contracted(b, terms, right, operands)
+
+
+def _einsum_general(b: Context, terms: Sequence[str], right: str | None, operands: Sequence[Value]) -> Value:
+    """Dots as letters of their own, the implied result in alphabetic order."""
+    spare = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if all(c not in t for t in terms)]
+    longest = 0
+    sizes = [x.type.rank - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
+    longest = max(n if "..." in t else 0 for t, n in zip(terms, sizes, strict=True))
+    dots = "".join(spare[:longest])
+    full = [t.replace("...", dots[longest - n :]) for t, n in zip(terms, sizes, strict=True)]
+    if right is None:
+        letters = "".join(full)
+        right = dots + "".join(sorted(c for c in set(letters) - set(dots) if letters.count(c) == 1))
+    right = right.replace("...", dots)
+    if any(len(set(t)) < len(t) for t in full):
+        raise unsupported("a letter twice in one operand of einsum", "take the diagonal first")
+    return _contracted(b, full, right, operands)
+
+
+def _contracted(b: Context, terms: Sequence[str], right: str, operands: Sequence[Value]) -> Value:
+    term, value = terms[0], operands[0]
+    for i in range(1, len(terms)):
+        later = set("".join(terms[i + 1 :])) | set(right)
+        term, value = _two(b, (term, value), (terms[i], operands[i]), later)
+    gone = [i for i, c in enumerate(term) if c not in right]
+    if gone:
+        value = b.op("sum", value, dims=tuple(gone))
+        term = "".join(c for c in term if c in right)
+    return b.permute(value, [term.index(c) for c in right])
+
+
+def _two(
+    b: Context, first: tuple[str, Value], second: tuple[str, Value], kept: set[str]
+) -> tuple[str, Value]:
+    """Batch letters in both, rows in the first, columns in the second, the rest summed."""
+    (s, x), (t, y) = (_summed(b, a, set(o) | kept) for a, o in ((first, second[0]), (second, first[0])))
+    batch = [c for c in s if c in t and c in kept]
+    inner = [c for c in s if c in t and c not in kept]
+    rows, columns = [c for c in s if c not in t], [c for c in t if c not in s]
+    sizes = {
+        c: d for term, v in ((s, x), (t, y)) for c, d in zip(term, v.type.shape, strict=True) if d != ONE
+    }
+
+    def size(letters: Sequence[str]) -> Dim:
+        out = ONE
+        for c in letters:
+            out = out * sizes.get(c, ONE)
+        return out
+
+    def laid(term: str, v: Value, *groups: Sequence[str]) -> Value:
+        order = [c for g in groups for c in g]
+        v = b.permute(v, [term.index(c) for c in order])
+        whole = tuple(sizes.get(c, ONE) for c in order)
+        v = v if v.type.shape == whole else b.op("expand", v, shape=whole)
+        return b.reshape(v, (*(sizes.get(c, ONE) for c in groups[0]), size(groups[1]), size(groups[2])))
+
+    made = _product(b, laid(s, x, batch, rows, inner), laid(t, y, batch, inner, columns))
+    letters = [*batch, *rows, *columns]
+    return "".join(letters), b.reshape(made, [sizes.get(c, ONE) for c in letters])
+
+
+def _summed(b: Context, operand: tuple[str, Value], kept: set[str]) -> tuple[str, Value]:
+    term, x = operand
+    gone = tuple(i for i, c in enumerate(term) if c not in kept)
+    return ("".join(c for c in term if c in kept), b.op("sum", x, dims=gone)) if gone else (term, x)
+
+
+def _tensordot(b: Context, x: Value, y: Value, dims_self: Sequence[int], dims_other: Sequence[int]) -> Value:
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    s = list(letters[: x.type.rank])
+    t = list(letters[x.type.rank : x.type.rank + y.type.rank])
+    for i, j in zip(dims_self, dims_other, strict=True):
+        t[j] = s[i]
+    inner = {s[i] for i in dims_self}
+    right = "".join(c for c in (*s, *t) if c not in inner)
+    return _contracted(b, ["".join(s), "".join(t)], right, (x, y))
+
+
+# Convolutions.
+
+
+def _numbers(value: Any, rank: int) -> tuple[int, ...]:
+    found = (value,) if isinstance(value, int) else tuple(value)
+    return found * rank if len(found) == 1 else found
+
+
+def _batched(b: Context, x: Value, rank: int, make: Callable[[Value], Value]) -> Value:
+    """One image without a batch axis gets one."""
+    if x.type.rank == rank + 2:
+        return make(x)
+    made = make(b.reshape(x, (ONE, *x.type.shape)))
+    return b.reshape(made, made.type.shape[1:])
+
+
+def _conv(rank: int) -> Callable[..., Value]:
+    def convert(
+        b: Context,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Value:
+        given = {"stride": _numbers(stride, rank), "dilation": _numbers(dilation, rank), "groups": groups}
+        sides = _numbers(padding, rank)
+        return _batched(
+            b, x, rank, lambda v: _convolved(b, rank, v, weight, bias, {**given, "padding": sides})
+        )
+
+    return convert
+
+
+def _convolved(
+    b: Context, rank: int, x: Value, weight: Value, bias: Value | None, given: dict[str, Any]
+) -> Value:
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return b.op(f"conv{rank}d", *operands, **given, precision=b.precision.convolution)
+
+
+def _conv_padded(rank: int) -> Callable[..., Value]:
+    """`padding`: "valid", or "same", whose odd zero stands at the end."""
+
+    def convert(
+        b: Context,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        stride: Any = 1,
+        padding: str = "valid",
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Value:
+        spread = _numbers(dilation, rank)
+        total = [d * ((k.static or 1) - 1) for d, k in zip(spread, weight.type.shape[2:], strict=True)]
+        total = total if padding == "same" else [0] * rank
+        sides = tuple(t // 2 for t in total)
+        given = {"stride": _numbers(stride, rank), "dilation": spread, "groups": groups, "padding": sides}
+
+        def make(v: Value) -> Value:
+            odd = tuple(t % 2 for t in total)
+            if any(odd):
+                v = b.op("pad", v, before=(0,) * (rank + 2), after=(0, 0, *odd))
+            return _convolved(b, rank, v, weight, bias, given)
+
+        return _batched(b, x, rank, make)
+
+    return convert
+
+
+def _conv_transpose(rank: int) -> Callable[..., Value]:
+    def convert(
+        b: Context,
+        x: Value,
+        weight: Value,
+        bias: Value | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Value:
+        given = {
+            "stride": _numbers(stride, rank), "padding": _numbers(padding, rank), "groups": groups,
+            "output_padding": _numbers(output_padding, rank), "dilation": _numbers(dilation, rank),
+            "precision": b.precision.convolution,
+        }  # fmt: skip
+        operands = (weight,) if bias is None else (weight, bias)
+        return _batched(b, x, rank, lambda v: b.op(f"conv_transpose{rank}d", v, *operands, **given))
+
+    return convert
+
+
+def _convolution(
+    b: Context,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Value:
+    rank = weight.type.rank - 2
+    if transposed:
+        return _conv_transpose(rank)(b, x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _conv(rank)(b, x, weight, bias, stride, padding, dilation, groups)
+
+
+# Attention and lookups.
+
+
+def _attention(
+    b: Context,
+    query: Value,
+    key: Value,
+    value: Value,
+    attn_mask: Value | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Value:
+    """Leading axes beyond [batch, heads] are one; fewer than those get an axis of size 1."""
+    if dropout_p:
+        raise unsupported("attention weights are dropped at random", "use eval mode, or dropout_p=0")
+    shape = query.type.shape
+    q, k, v = (_four(b, t) for t in (query, key, value))
+    mask = None if attn_mask is None else _mask(b, attn_mask, q)
+    operands = (q, k, v) if mask is None else (q, k, v, mask)
+    if scale is not None:
+        scale = float(scale)
+    made = b.op("scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale)
+    return b.reshape(made, (*shape[:-1], value.type.shape[-1]))
+
+
+def _four(b: Context, t: Value) -> Value:
+    *lead, length, width = t.type.shape
+    if len(lead) == 2:
+        return t
+    if len(lead) < 2:
+        return b.reshape(t, (*(ONE,) * (2 - len(lead)), *lead, length, width))
+    batch = ONE
+    for d in lead[:-1]:
+        batch = batch * d
+    return b.reshape(t, (batch, lead[-1], length, width))
+
+
+def _mask(b: Context, mask: Value, q: Value) -> Value:
+    if mask.type.dtype not in (DType.bool, q.type.dtype):
+        mask = b.cast(mask, q.type.dtype)
+    if mask.type.rank <= 4:
+        return mask
+    if any(d != ONE for d in mask.type.shape[:-2]):
+        raise unsupported("a mask of more than four axes", "flatten the leading axes")
+    return b.reshape(mask, mask.type.shape[-2:])
+
+
+def _embedding(
+    b: Context,
+    weight: Value,
+    indices: Value,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Value:
+    if scale_grad_by_freq:
+        raise unsupported("gradients divided by the frequency of rows")
+    rows = indices if indices.type.dtype in (DType.int32, DType.int64) else b.cast(indices, DType.int64)
+    if padding_idx is None or padding_idx < 0:
+        return b.op("embedding", rows, weight)
+    return _padded_rows(b, weight, rows, padding_idx)
+
+
+def _padded_rows(b: Context, weight: Value, rows: Value, padding_idx: int) -> Value:
+    """The row of padding gets no gradient: its value is read apart from it."""
+    made = b.op("embedding", rows, weight)
+    if not known("detach"):
+        raise EsperError("E0406", "a row without a gradient has no counterpart")
+    hit = b.reshape(b.op("eq", rows, padding_idx), (*rows.type.shape, ONE))
+    return b.op("where", hit, b.op("detach", made), made)
+
+
+def _one_hot(b: Context, x: Value, num_classes: Scalar = -1) -> Value:
+    if num_classes == -1:
+        raise unsupported("the number of classes depends on the data", "give num_classes")
+    return b.op("one_hot", x, num_classes=num_classes)
+
+
+RULES: tuple[Rule, ...] = (
+    *each(_product, "matmul.default", "mm.default", "bmm.default", "mv.default", "dot.default",
+          "vdot.default",
+          "linalg_matmul.default", "__matmul__.default"),
+    *each(_linear, "linear.default"), *each(_added, "addmm.default", "baddbmm.default", "addmv.default"),
+    *each(_outer, "outer.default", "ger.default"), *each(_addr, "addr.default"),
+    *each(_einsum, "einsum.default"), *each(_tensordot, "tensordot.default"),
+    *(r for n in (1, 2, 3) for r in (
+        *each(_conv(n), f"conv{n}d.default"), *each(_conv_padded(n), f"conv{n}d.padding"),
+        *each(_conv_transpose(n), f"conv_transpose{n}d.default", f"conv_transpose{n}d.input"))),
+    *each(_convolution, "convolution.default"),
+    *each(_attention, "scaled_dot_product_attention.default"),
+    *each(_embedding, "embedding.default"), *each(_one_hot, "one_hot.default"),
+)  # fmt: skip

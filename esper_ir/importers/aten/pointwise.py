@@ -1,0 +1,355 @@
+"""Element by element: arithmetic, activations, comparisons, selection, casts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from esper_ir.builder import Value
+from esper_ir.importers.context import Context, Rule, Tensor, each, known, unsupported
+from esper_ir.opdef import Number
+from esper_ir.types import Dim, DType
+
+PLAIN = (
+    "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt",
+    "reciprocal",
+    "square", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh",
+    "atanh", "erf",
+    "erfc", "sigmoid", "relu", "relu6", "selu", "silu", "mish", "hardsigmoid", "hardswish", "ceil",
+    "trunc", "frac",
+    "isnan", "isinf", "isfinite", "logical_not", "detach", "round", "floor",
+)  # fmt: skip
+OTHER_NAMES = {
+    "log_sigmoid": "logsigmoid", "fix": "trunc", "absolute": "abs", "negative": "neg", "arcsin": "asin",
+    "arccos": "acos", "arctan": "atan", "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh",
+    "sgn": "sign",
+    "special_expit": "sigmoid", "special_erf": "erf", "special_erfc": "erfc", "special_exp2": "exp2",
+}  # fmt: skip
+PAIRS = ("maximum", "minimum", "atan2", "hypot", "logical_and", "logical_or", "logical_xor")
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+ALSO_COMPARED = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+
+
+def _unary(op: str) -> Callable[..., Value]:
+    return lambda b, x: b.op(op, x)
+
+
+def _binary(op: str) -> Callable[..., Value]:
+    return lambda b, x, y: _pair(b, op, x, y)
+
+
+def _pair(b: Context, op: str, x: Tensor, y: Tensor, **attrs: Any) -> Value:
+    """At least one operand is a value: torch computes with two numbers itself, except for sizes."""
+    if not isinstance(x, Value) and not isinstance(y, Value):
+        x = b.tensor(x, DType.int64 if isinstance(x, (int, Dim)) else DType.float32)
+    return b.op(op, x, y, **attrs)
+
+
+def _compared(op: str) -> Callable[..., Value]:
+    """An infinity on the other side is what no number passes."""
+    return lambda b, x, y: _pair(b, op, x, y)
+
+
+def _scaled(b: Context, x: Tensor, alpha: Number) -> Tensor:
+    if alpha == 1:
+        return x
+    return x * alpha if not isinstance(x, Value) else b.op("mul", x, alpha)  # type: ignore[operator]
+
+
+def _add(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
+    return _pair(b, "add", x, _scaled(b, y, alpha))
+
+
+def _sub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
+    return _pair(b, "sub", x, _scaled(b, y, alpha))
+
+
+def _rsub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
+    return _pair(b, "sub", y, _scaled(b, x, alpha))
+
+
+def _div(b: Context, x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is None:
+        return _pair(b, "div", x, y)
+    return b.op(rounding_mode, _pair(b, "div", x, y))
+
+
+def _floor_divide(b: Context, x: Tensor, y: Tensor) -> Value:
+    return _div(b, x, y, "floor")
+
+
+def _bitwise(logical: str, plain: str) -> Callable[..., Value]:
+    def convert(b: Context, x: Tensor, *rest: Tensor) -> Value:
+        truth = all(not isinstance(v, Value) or v.type.dtype is DType.bool for v in (x, *rest))
+        return b.op(logical if truth else plain, x, *rest)
+
+    return convert
+
+
+def _clamp(b: Context, x: Value, min: Tensor | None = None, max: Tensor | None = None) -> Value:
+    finite = {}
+    for name, bound in (("min", min), ("max", max)):
+        if isinstance(bound, (Value, Dim)):
+            return _clamp_values(b, x, min, max)
+        if bound is not None and not (isinstance(bound, float) and math.isinf(bound)):
+            finite[name] = bound
+    return b.op("clamp", x, **finite) if finite else b.cast(x, x.type.dtype)
+
+
+def _clamp_values(b: Context, x: Value, min: Tensor | None, max: Tensor | None) -> Value:
+    out = x if min is None else b.op("maximum", x, min)
+    return out if max is None else b.op("minimum", out, max)
+
+
+def _clamp_min(b: Context, x: Value, min: Tensor) -> Value:
+    return _clamp(b, x, min, None)
+
+
+def _clamp_max(b: Context, x: Value, max: Tensor) -> Value:
+    return _clamp(b, x, None, max)
+
+
+def _where(b: Context, condition: Value, x: Tensor, y: Tensor) -> Value:
+    condition = b.cast(condition, DType.bool)
+    if not isinstance(x, Value) and not isinstance(y, Value):
+        dtype = DType.float32 if isinstance(x, float) or isinstance(y, float) else DType.int64
+        x = b.tensor(x, dtype)
+    return b.op("where", condition, x, y)
+
+
+def _masked_fill(b: Context, x: Value, mask: Value, value: Tensor) -> Value:
+    if isinstance(value, Value):
+        value = b.cast(value, x.type.dtype)
+    return b.cast(b.op("where", b.cast(mask, DType.bool), value, x), x.type.dtype)
+
+
+def _lerp(b: Context, x: Value, y: Value, weight: Tensor) -> Value:
+    return b.op("lerp", x, y, b.tensor(weight, x.type.dtype))
+
+
+def _addc(op: str) -> Callable[..., Value]:
+    return lambda b, x, y, z, value=1: b.op(op, x, y, z, value=float(value))
+
+
+def _elu(b: Context, x: Value, alpha: Number = 1.0, scale: Number = 1.0, input_scale: Number = 1.0) -> Value:
+    """scale (x, or alpha (exp(input_scale x) - 1) below 0): elu, selu and celu are cases of it."""
+    if scale == 1 and input_scale == 1:
+        return b.op("elu", x, alpha=float(alpha))
+    if input_scale == 1:
+        return b.op("mul", b.op("elu", x, alpha=float(alpha)), scale)
+    if scale == 1 and alpha * input_scale == 1:
+        return b.op("celu", x, alpha=float(alpha))
+    below = b.op("mul", b.op("expm1", b.op("mul", x, input_scale)), alpha)
+    return b.op("mul", b.op("where", b.op("gt", x, 0.0), x, below), scale)
+
+
+def _celu(b: Context, x: Value, alpha: Number = 1.0) -> Value:
+    return b.op("celu", x, alpha=float(alpha))
+
+
+def _leaky(b: Context, x: Value, negative_slope: Number = 0.01) -> Value:
+    return b.op("leaky_relu", x, negative_slope=float(negative_slope))
+
+
+def _prelu(b: Context, x: Value, weight: Value) -> Value:
+    if known("prelu"):
+        return b.op("prelu", x, weight)
+    slope = weight
+    if weight.type.rank == 1 and x.type.rank > 1:
+        slope = b.reshape(weight, (weight.type.shape[0], *[1] * (x.type.rank - 2)))
+    return b.op("where", b.op("gt", x, 0.0), x, b.op("mul", slope, x))
+
+
+def _rrelu(
+    b: Context,
+    x: Value,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Value:
+    if training:
+        raise unsupported("slopes are drawn at random in training", "use eval mode, or leaky_relu")
+    return b.op("leaky_relu", x, negative_slope=(lower + upper) / 2)
+
+
+def _gelu(b: Context, x: Value, approximate: str = "none") -> Value:
+    return b.op("gelu", x, approximate=approximate)
+
+
+def _softplus(b: Context, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
+    return b.op("softplus", x, beta=float(beta), threshold=float(threshold))
+
+
+def _hardtanh(b: Context, x: Value, min_val: Number = -1, max_val: Number = 1) -> Value:
+    return b.op("hardtanh", x, min_val=float(min_val), max_val=float(max_val))
+
+
+def _shrink(op: str) -> Callable[..., Value]:
+    return lambda b, x, lambd=0.5: b.op(op, x, lambd=float(lambd))
+
+
+def _threshold(b: Context, x: Value, threshold: Number, value: Number) -> Value:
+    return b.op("threshold", x, threshold=float(threshold), value=float(value))
+
+
+def _round(b: Context, x: Value, decimals: int = 0) -> Value:
+    scale = 10.0**decimals
+    return b.op("div", b.op("round", b.op("mul", x, scale)), scale)
+
+
+def _integral(op: str) -> Callable[..., Value]:
+    """Integers are round already."""
+    return lambda b, x: b.op(op, x) if x.type.dtype.is_floating else x
+
+
+def _logit(b: Context, x: Value, eps: float | None = None) -> Value:
+    z = x if eps is None else b.op("clamp", x, min=eps, max=1.0 - eps)
+    return b.op("log", b.op("div", z, b.op("sub", 1.0, z)))
+
+
+def _xlogy(b: Context, x: Tensor, y: Tensor) -> Value:
+    """0 where x is 0, unless y is NaN."""
+    like = x if isinstance(x, Value) else y
+    assert isinstance(like, Value)
+    y = b.tensor(y, like.type.dtype)
+    zero = b.op(
+        "logical_and", b.op("eq", b.tensor(x, like.type.dtype), 0.0), b.op("logical_not", b.op("isnan", y))
+    )
+    return b.op("where", zero, 0.0, b.op("mul", x, b.op("log", b.op("where", zero, 1.0, y))))
+
+
+def _logaddexp(b: Context, x: Value, y: Value) -> Value:
+    """max + log1p(exp(-|x - y|))."""
+    tail = b.op("log1p", b.op("exp", b.op("neg", b.op("abs", b.op("sub", x, y)))))
+    return b.op("add", b.op("maximum", x, y), tail)
+
+
+def _sinc(b: Context, x: Value) -> Value:
+    turned = b.op("mul", x, math.pi)
+    zero = b.op("eq", x, 0.0)
+    return b.op("where", zero, 1.0, b.op("div", b.op("sin", turned), b.op("where", zero, 1.0, turned)))
+
+
+def _glu(b: Context, x: Value, dim: int = -1) -> Value:
+    first, second = b.many("chunk", x, dim=dim, chunks=2)
+    return b.op("mul", first, b.op("sigmoid", second))
+
+
+def _nan_to_num(
+    b: Context, x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Value:
+    if not x.type.dtype.is_floating:
+        return x
+    largest = LARGEST[x.type.dtype]
+    x = b.op("where", b.op("isnan", x), 0.0 if nan is None else nan, x)
+    return (
+        b.op("clamp", x, min=-largest, max=largest)
+        if posinf is None and neginf is None
+        else _ends(b, x, largest if posinf is None else posinf, -largest if neginf is None else neginf)
+    )
+
+
+def _ends(b: Context, x: Value, high: float, low: float) -> Value:
+    infinite = b.op("isinf", x)
+    end = b.op("where", b.op("gt", x, 0.0), b.tensor(high, x.type.dtype), b.tensor(low, x.type.dtype))
+    return b.op("where", infinite, end, x)
+
+
+LARGEST = {DType.float64: 1.7976931348623157e308, DType.float32: 3.4028234663852886e38,
+           DType.bfloat16: 3.3895313892515355e38, DType.float16: 65504.0}  # fmt: skip
+
+
+def _same(b: Context, x: Value, *rest: Any, **more: Any) -> Value:
+    """The value itself; it has no memory order here."""
+    return x
+
+
+def _to(b: Context, x: Value, dtype: DType | None = None, **more: Any) -> Value:
+    return b.cast(x, dtype)
+
+
+def _to_dtype(b: Context, x: Value, dtype: DType, *rest: Any, **more: Any) -> Value:
+    return b.cast(x, dtype)
+
+
+def _to_device(b: Context, x: Value, device: Any, dtype: DType, *rest: Any, **more: Any) -> Value:
+    return b.cast(x, dtype)
+
+
+def _to_other(b: Context, x: Value, other: Value, *rest: Any, **more: Any) -> Value:
+    return b.cast(x, other.type.dtype)
+
+
+def _copy(b: Context, x: Value, source: Tensor, non_blocking: bool = False) -> Value:
+    made = b.cast(b.tensor(source, x.type.dtype), x.type.dtype)
+    return made if made.type.shape == x.type.shape else b.op("expand", made, shape=x.type.shape)
+
+
+def _fill(b: Context, x: Value, value: Tensor) -> Value:
+    if isinstance(value, Value):
+        return _copy(b, x, value)
+    return b.full(x.type.shape, value, x.type.dtype)
+
+
+def _zero(b: Context, x: Value) -> Value:
+    return b.full(x.type.shape, 0.0 if x.type.dtype.is_floating else 0, x.type.dtype)
+
+
+def _pow(b: Context, x: Tensor, y: Tensor) -> Value:
+    """Squares and roots as such: they are exact, and their gradients are short."""
+    if isinstance(x, Value) and not isinstance(y, (Value, Dim)) and y == 2:
+        return b.op("square", x)
+    return _pair(b, "pow", x, y)
+
+
+RULES: tuple[Rule, ...] = (
+    *(r for n in PLAIN if n not in ("ceil", "trunc", "floor", "round") for r in each(_unary(n),
+          f"{n}.default")),
+    *(r for n in ("ceil", "trunc", "floor", "round") for r in each(_integral(n), f"{n}.default")),
+    *(r for n, o in OTHER_NAMES.items() for r in each(_unary(o), f"{n}.default")),
+    *(r for n in PAIRS for r in each(_binary(n), f"{n}.default")),
+    *(r for n in COMPARED for r in each(_compared(n), f"{n}.Tensor", f"{n}.Scalar")),
+    *(r for n, o in ALSO_COMPARED.items() for r in each(_compared(o), f"{n}.Tensor", f"{n}.Scalar")),
+    *each(_binary("maximum"), "max.other"), *each(_binary("minimum"), "min.other"),
+    *each(_add, "add.Tensor", "add.Scalar"), *each(_sub, "sub.Tensor", "sub.Scalar", "subtract.Tensor"),
+    *each(_rsub, "rsub.Tensor", "rsub.Scalar"),
+    *each(_binary("mul"), "mul.Tensor", "mul.Scalar", "multiply.Tensor"),
+    *each(_div, "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "divide.Tensor",
+          "true_divide.Tensor"),
+    *each(_floor_divide, "floor_divide.default", "floor_divide.Scalar"),
+    *each(_pow, "pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "float_power.Tensor_Scalar"),
+    *each(_binary("remainder"), "remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"),
+    *each(_binary("fmod"), "fmod.Tensor", "fmod.Scalar"),
+    *each(_bitwise("logical_not", "bitwise_not"), "bitwise_not.default"),
+    *each(_bitwise("logical_and", "bitwise_and"), "bitwise_and.Tensor", "bitwise_and.Scalar",
+          "__and__.Tensor",
+          "__and__.Scalar"),
+    *each(_bitwise("logical_or", "bitwise_or"), "bitwise_or.Tensor", "bitwise_or.Scalar", "__or__.Tensor",
+          "__or__.Scalar"),
+    *each(_bitwise("logical_xor", "bitwise_xor"), "bitwise_xor.Tensor", "bitwise_xor.Scalar",
+          "__xor__.Tensor"),
+    *each(_clamp, "clamp.default", "clamp.Tensor", "clip.default", "clip.Tensor"),
+    *each(_clamp_min, "clamp_min.default", "clamp_min.Tensor"),
+    *each(_clamp_max, "clamp_max.default", "clamp_max.Tensor"),
+    *each(_where, "where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"),
+    *each(_masked_fill, "masked_fill.Scalar", "masked_fill.Tensor"),
+    *each(_lerp, "lerp.Scalar", "lerp.Tensor"),
+    *each(_addc("addcmul"), "addcmul.default"), *each(_addc("addcdiv"), "addcdiv.default"),
+    *each(_elu, "elu.default"), *each(_celu, "celu.default"), *each(_leaky, "leaky_relu.default"),
+    *each(_prelu, "prelu.default", "_prelu_kernel.default"), *each(_rrelu, "rrelu.default"),
+    *each(_gelu, "gelu.default"), *each(_softplus, "softplus.default"), *each(_hardtanh, "hardtanh.default"),
+    *each(_shrink("softshrink"), "softshrink.default"), *each(_shrink("hardshrink"), "hardshrink.default"),
+    *each(_threshold, "threshold.default"), *each(_round, "round.decimals"), *each(_logit, "logit.default"),
+    *each(_xlogy, "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
+    *each(_logaddexp, "logaddexp.default"), *each(_sinc, "sinc.default"), *each(_glu, "glu.default"),
+    *each(_nan_to_num, "nan_to_num.default"),
+    *each(_same, "clone.default", "contiguous.default", "lift_fresh_copy.default", "lift.default",
+          "alias.default",
+          "positive.default", "resolve_conj.default", "resolve_neg.default",
+          "real.default", "conj.default", "_conj.default"),
+    *each(_to, "_to_copy.default", "to.dtype_layout"), *each(_to_dtype, "to.dtype"),
+    *each(_to_device, "to.device"), *each(_to_other, "to.other", "type_as.default"),
+    *each(_copy, "copy.default"), *each(_fill, "fill.Scalar", "fill.Tensor"), *each(_zero, "zero.default"),
+)  # fmt: skip

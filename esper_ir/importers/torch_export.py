@@ -1,0 +1,417 @@
+"""torch modules and functions as blueprints, through torch.export.
+
+The graph of torch.export (its composite operators whole) is read node by node; each operator has a rule in
+`esper_ir/importers/aten/`. Operators without a rule are decomposed by torch first, and everything that
+has no counterpart even then is reported at once, with its line in the user's module.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from esper_ir.builder import Builder, Value
+from esper_ir.diagnostics import Diagnostic, EsperError
+from esper_ir.discover import collect
+from esper_ir.graph import Blueprint, Leaf
+from esper_ir.importers import aten
+from esper_ir.importers.context import Context, Precision, Rule, unsupported
+from esper_ir.importers.torch_alias import functional_name, plain, writes
+from esper_ir.importers.torch_dims import Dims, Dynamic, bind, plan, shapes_for_export, widened
+from esper_ir.importers.torch_source import failed, finding, refused
+from esper_ir.importers.torch_values import constant, dtype_of, initialiser
+from esper_ir.text import NAME
+from esper_ir.types import Dim, DType, TensorType
+from esper_ir.verify import typed
+
+RULES: Mapping[str, Rule] = collect(aten, "RULES")
+"""How every operator of torch that has a counterpart is written here, by torch's name of it."""
+UNKNOWN = object()
+"""The value of a node after an error: what depends on it is passed over in silence."""
+_SKIPPED = frozenset({
+    "aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default", "aten._assert_async.msg",
+    "aten._assert_scalar.default", "aten._assert_tensor_metadata.default", "aten.sym_constrain_range.default",
+    "aten.sym_constrain_range_for_size.default", "aten._assert_async.default",
+})  # fmt: skip
+
+
+class _Function(nn.Module):
+    """A function as a module with its signature."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function  # type: ignore[method-assign]
+
+
+def precision_in_force() -> Precision:
+    """What torch's switches say now about products of float32 on the card."""
+    products = torch.get_float32_matmul_precision() != "highest"
+    return Precision("tf32" if products else "ieee", "tf32" if torch.backends.cudnn.allow_tf32 else "ieee")
+
+
+def from_torch(
+    module: nn.Module | Callable[..., Any],
+    example_inputs: Sequence[Any] | Tensor,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic: Dynamic = None,
+    name: str | None = None,
+    updates: bool = False,
+) -> Blueprint:
+    """The blueprint of a module or function called with `example_inputs`, in the mode (train, eval) it is in.
+
+    Parameters and buffers keep their names; their values are in `blueprint.values` (`to_torch` starts from
+    them, `save` writes them). A parameter under several names is one leaf under the first. Frozen parameters
+    are left out of `differentiable`. `dynamic`: an axis or several that vary in every input, or {input: axes}
+    with axes an axis, several, or {axis: name} and {axis: (name, DimSpec)}; everything else is static.
+    `updates`: new values of buffers (running statistics) are further outputs, listed in the metadata; without
+    it they are left out. float32 products get the precision in force in torch at the call.
+
+    Raises EsperError E0103, E0405 (torch cannot export it), E0406 and the codes of shape rules (no
+    counterpart, every place at once), E0407 (`dynamic`), E0408 (a size that is no dim).
+    """
+    args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    held = module if isinstance(module, nn.Module) else _Function(module)
+    title = name or (type(module).__name__ if isinstance(module, nn.Module) else module.__name__)
+    exported, dims, rows = _export(held, args, dict(kwargs or {}), dynamic, title)
+    program = _decomposed(exported, title)
+    reading = _Reading(program, held, Context(Builder(title), precision_in_force(), updates), dims)
+    reading.leaves(rows)
+    reading.nodes()
+    return reading.finish(_metadata(module, held, reading.context))
+
+
+def _positional(forward: Callable[..., Any]) -> str | None:
+    kinds = inspect.signature(forward).parameters.values()
+    return next((p.name for p in kinds if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+
+
+def _names(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Tensor]]:
+    """Tensors among the arguments, with the name of the parameter of `forward` that they belong to."""
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    out: list[tuple[str, Tensor]] = []
+    for label, value in bound.items():
+        found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        out += [(label if len(found) == 1 else f"{label}_{i}", t) for i, t in enumerate(found)]
+    return out
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: Dynamic, title: str
+) -> tuple[ExportedProgram, Dims, list[dict[int, str]]]:
+    try:
+        tensors = _names(module.forward, args, kwargs)
+    except TypeError as error:
+        raise EsperError(
+            "E0405", f"{title}.forward does not take these inputs: {error}", node=title
+        ) from None
+    dims, rows = plan(dynamic, tensors)
+    args, kwargs = widened((args, kwargs), rows)
+    shapes = shapes_for_export(module.forward, args, kwargs, dims, rows, _positional(module.forward))
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # the module's own code runs here: whatever it raises is its answer
+            raise failed(title, error) from error
+    return program, dims, rows
+
+
+def _known(node: Node, place: Mapping[Node, int]) -> bool:
+    """Read without decomposition: a rule, and no write that somebody else sees."""
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return True
+    name = str(node.target)
+    if name in _SKIPPED:
+        return True
+    if not writes(node):
+        return name in RULES
+    if name in RULES and RULES[name].convert.__name__.startswith("writes_"):
+        return True
+    written: Any = node.args[0]
+    counted = (
+        written.op == "placeholder"
+        and not node.users
+        and not any(place[u] > place[node] for u in written.users)
+    )
+    return counted or (functional_name(node) in RULES and plain(node, node.graph, place))
+
+
+def _decomposed(program: ExportedProgram, title: str) -> ExportedProgram:
+    """The program itself when every operator has a rule; else decomposed by torch, known operators whole."""
+    place = {node: i for i, node in enumerate(program.graph.nodes)}
+    if all(_known(node, place) for node in program.graph.nodes):
+        return program
+    table = torch.export.default_decompositions()
+    for op in [op for op in table if str(op) in RULES]:
+        del table[op]
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        try:
+            return program.run_decompositions(table)
+        except Exception as error:  # torch's decompositions raise whatever they meet
+            raise failed(title, error) from error
+
+
+def _metadata(module: Any, held: nn.Module, context: Context) -> dict[str, Any]:
+    precision = context.precision
+    source = type(module).__qualname__ if isinstance(module, nn.Module) else module.__qualname__
+    made: dict[str, Any] = {
+        "imported": {
+            "from": f"torch {torch.__version__.partition('+')[0]}",
+            "module": source,
+            "mode": "train" if held.training else "eval",
+            "precision": {"matmul": precision.matmul, "convolution": precision.convolution},
+        }
+    }
+    if context.updates:
+        made["imported"]["updates"] = {n: v.name for n, v in context.updates.items()}
+    elif context.updated:
+        made["imported"]["left_out"] = sorted(context.updated)
+    return made
+
+
+class _Reading:
+    """One exported program becoming a blueprint."""
+
+    def __init__(self, program: ExportedProgram, module: nn.Module, context: Context, dims: Dims) -> None:
+        self.program, self.module, self.context, self.dims = program, module, context, dims
+        self.env: dict[Node, Any] = {}
+        self.findings: list[Diagnostic] = []
+        self.values: dict[str, Tensor] = {}
+        self.frozen: set[str] = set()
+        self.inputs: list[Leaf] = []
+        self.kept: list[Leaf] = []
+        self.place = {node: i for i, node in enumerate(program.graph.nodes)}
+
+    # Leaves.
+
+    def leaves(self, rows: Sequence[dict[int, str]]) -> None:
+        """Inputs in the order of the call, then parameters, buffers and constants that something reads."""
+        holders = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
+        specs = self.program.graph_signature.input_specs
+        given = [(s, holders[s.arg.name]) for s in specs if s.arg.name in holders]
+        inputs = [
+            n for s, n in given if s.kind is InputKind.USER_INPUT and isinstance(n.meta.get("val"), Tensor)
+        ]
+        bind(self.dims, rows, [n.meta["val"] for n in inputs])
+        builder = self.context.builder
+        for label, spec in self.dims.specs.items():
+            builder.dim(label, min=spec.min, max=spec.max, tune=spec.tune, multiple_of=spec.multiple_of)
+        first = self._first_names()
+        taken: set[str] = {first.get(s.target, s.target) for s, _ in given if s.target}
+        made: dict[str, Value] = {}
+        for spec, node in given:
+            if spec.kind is InputKind.USER_INPUT:
+                if node in inputs:
+                    self._guarded(node, lambda n=node: self._input(n, taken))
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                if node.users:
+                    self._guarded(node, lambda s=spec, n=node: self._held(s, n, first, made))
+
+    def _guarded(self, node: Node, make: Callable[[], Any]) -> None:
+        try:
+            self.env[node] = make()
+        except EsperError as error:
+            self.env[node] = UNKNOWN
+            self.findings.append(finding(node, error))
+
+    def _first_names(self) -> dict[str, str]:
+        """The first name of every parameter and buffer that is held under several."""
+        owner: dict[int, str] = {}
+        out: dict[str, str] = {}
+        held = (self.module.named_parameters, self.module.named_buffers)
+        for every in held:
+            for label, tensor in every(remove_duplicate=False):
+                out[label] = owner.setdefault(id(tensor), label)
+        return out
+
+    def _input(self, node: Node, taken: set[str]) -> Value:
+        label = node.name
+        while label in taken:
+            label += "_"
+        taken.add(label)
+        meta = node.meta["val"]
+        kind = TensorType(dtype_of(meta, label), tuple(self.dims.of(s) for s in meta.shape))
+        self.inputs.append(Leaf(label, "input", kind))
+        return self.context.builder._leaf(self.inputs[-1])
+
+    def _held(self, spec: Any, node: Node, first: Mapping[str, str], made: dict[str, Value]) -> Value:
+        label = first.get(spec.target, spec.target)
+        if label in made:
+            return made[label]
+        if not NAME.fullmatch(label):
+            label = re.sub(r"[^A-Za-z0-9_.]", "_", label)
+        tensor = self._tensor(spec)
+        kind = TensorType(dtype_of(tensor, label), tuple(Dim.of(s) for s in tensor.shape))
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            leaf = constant(label, tensor)
+        else:
+            path, _, last = spec.target.rpartition(".")
+            holder = self._submodule(path)
+            role = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+            leaf = Leaf(label, role, kind, initialiser(holder if role == "param" else None, last, tensor))
+            if role == "param" and not tensor.requires_grad:
+                self.frozen.add(label)
+        self.values[label] = tensor.detach().cpu().clone()
+        self.kept.append(leaf)
+        made[label] = self.context.builder._leaf(leaf)
+        return made[label]
+
+    def _submodule(self, path: str) -> nn.Module | None:
+        try:
+            return self.module.get_submodule(path)
+        except AttributeError:
+            return None
+
+    def _tensor(self, spec: Any) -> Tensor:
+        if spec.kind is InputKind.CONSTANT_TENSOR or spec.target in self.program.constants:
+            return self.program.constants[spec.target]  # type: ignore[return-value]
+        return self.program.state_dict[spec.target]
+
+    # Nodes.
+
+    def nodes(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self._guarded(node, lambda n=node: self._node(n))
+            elif node.op == "get_attr":
+                self.env[node] = UNKNOWN
+        self.context.shapes = ()
+
+    def _node(self, node: Node) -> Any:
+        val = node.meta.get("val")
+        if isinstance(val, (int, float, bool)):
+            return val
+        if isinstance(val, torch.SymInt):
+            return self.dims.of(val)
+        if str(node.target) in _SKIPPED:
+            return None
+        if node.target is operator.getitem:
+            whole, index = self._arguments(node.args)
+            return UNKNOWN if whole is UNKNOWN else self._part(whole, index)
+        arguments, named = self._arguments(node.args), self._arguments(node.kwargs)
+        if any(v is UNKNOWN for v in pytree.tree_leaves((arguments, named), is_leaf=lambda v: v is UNKNOWN)):
+            return UNKNOWN
+        metas = val if isinstance(val, (tuple, list)) else (val,)
+        self.context.shapes = tuple(self._shape(m) for m in metas)
+        return self._rule(node).convert(self.context, *arguments, **named)
+
+    def _part(self, whole: Any, index: int) -> Any:
+        if whole[index] is None:
+            raise unsupported(f"output {index} has no counterpart")
+        return whole[index]
+
+    def _rule(self, node: Node) -> Rule:
+        rule = RULES.get(str(node.target))
+        if rule is None and hasattr(node.target, "_schema") and writes(node):
+            if node.args[0] in self.place and node.args[0].op == "placeholder":  # type: ignore[union-attr]
+                return Rule("update", lambda b, x, *rest, **more: b.update(x, lambda: self._written(node)))
+            rule = RULES.get(functional_name(node))
+        if rule is None:
+            raise unsupported(
+                "no operator of the language does this", hint="`esper-forge ops` lists the operators"
+            )
+        return rule
+
+    def _written(self, node: Node) -> Value:
+        """The new value of a buffer that an operator writes into."""
+        rule = RULES[functional_name(node)]
+        return rule.convert(self.context, *self._arguments(node.args), **self._arguments(node.kwargs))
+
+    def _shape(self, meta: Any) -> tuple[Dim, ...] | None:
+        if not isinstance(meta, Tensor):
+            return None
+        found = [self.dims.maybe(s) for s in meta.shape]
+        return None if any(d is None for d in found) else tuple(d for d in found if d is not None)
+
+    def _arguments(self, given: Any) -> Any:
+        if isinstance(given, (list, tuple)):
+            return [self._arguments(v) for v in given]
+        if isinstance(given, Mapping):
+            return {k: self._arguments(v) for k, v in given.items()}
+        if isinstance(given, Node):
+            return self.env.get(given, UNKNOWN)
+        if isinstance(given, torch.dtype):
+            return DType.parse(str(given).removeprefix("torch."))
+        return given
+
+    # The end.
+
+    def finish(self, metadata: dict[str, Any]) -> Blueprint:
+        """The outputs, and the blueprint without the nodes that none of them needs."""
+        outputs = [] if self.findings else self._outputs()
+        if self.findings:
+            raise refused(self.context.builder.name, self.findings)
+        if not outputs:
+            raise unsupported("the module returns no tensor")
+        builder = self.context.builder
+        builder.metadata.update(metadata)
+        made = builder.build(*outputs)
+        live = typed(made).nodes
+        read = {r for n in live for r in n.tensors}
+        leaves = tuple(v for v in made.leaves if v.kind == "input" or v.name in read)
+        idle = sorted(v.name for v in made.leaves if v.kind == "param" and v not in leaves)
+        if idle:
+            metadata["imported"]["unused"] = idle
+            made = replace(made, metadata={**made.metadata, **metadata})
+        ids = {n.id for n in live}
+        nodes = tuple(n for n in made.nodes if n.id in ids)
+        values = {v.name: self.values[v.name] for v in leaves if v.name in self.values}
+        wanted = self._differentiable(leaves)
+        return replace(made, leaves=leaves, nodes=nodes, differentiable=wanted, values=values)
+
+    def _differentiable(self, leaves: Sequence[Leaf]) -> tuple[str, ...] | None:
+        """None, which means all that can be, unless a parameter is frozen."""
+        if not self.frozen:
+            return None
+        found = [v for v in leaves if v.kind in ("input", "param") and v.type.dtype.is_floating]
+        return tuple(v.name for v in found if v.name not in self.frozen)
+
+    def _outputs(self) -> list[Value]:
+        """What the module returns, in order; None is left out, and a value twice is copied."""
+        (end,) = [n for n in self.program.graph.nodes if n.op == "output"]
+        found: list[Value] = []
+        specs = self.program.graph_signature.output_specs
+        for spec, given in zip(specs, end.args[0], strict=True):  # type: ignore[arg-type]
+            value = self._arguments(given)
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                self._update(spec.target, value)
+            elif spec.kind is not OutputKind.USER_OUTPUT:
+                self.findings.append(finding(end, unsupported(f"the module writes into {spec.target}")))
+            elif isinstance(value, Value):
+                found.append(self._own(value, found))
+            elif value is not None and value is not UNKNOWN:
+                self.findings.append(
+                    finding(end, unsupported(f"the module returns {value!r}", "return tensors"))
+                )
+        for label, value in self.context.updates.items():
+            self.context.updates[label] = self._own(value, found)
+            found.append(self.context.updates[label])
+        return found
+
+    def _update(self, buffer: Any, value: Any) -> None:
+        self.context.updated.add(buffer)
+        if self.context.training_updates and isinstance(value, Value):
+            self.context.updates[buffer] = value
+
+    def _own(self, value: Value, found: list[Value]) -> Value:
+        """A value that is no leaf and no other output."""
+        leaves = {leaf.name for leaf in (*self.inputs, *self.kept)}
+        if value.name not in leaves and all(v.name != value.name for v in found):
+            return value
+        return self.context.op("cast", value, dtype=value.type.dtype)

@@ -1,0 +1,65 @@
+"""Modules of torch as blueprints: the twin of what was imported equals the module, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_ir.eager import to_torch
+from esper_ir.graph import Blueprint
+from esper_ir.importers.torch_export import from_torch
+from esper_ir.text import parse, render
+from tests.esper_ir.chains import CHAINS, Chain
+
+
+def inputs(shapes: Any, low: float = -1.0) -> tuple[Tensor, ...]:
+    gen = torch.Generator().manual_seed(1)
+    return tuple(torch.rand(s, generator=gen) * (1.0 - low) + low for s in shapes)
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [v for v in torch.utils._pytree.tree_leaves(value) if isinstance(v, Tensor)]
+
+
+def backward(
+    module: nn.Module, given: tuple[Tensor, ...], names: dict[str, str] | None = None
+) -> dict[str, Tensor]:
+    """Outputs, and gradients of inputs and parameters, of random cotangents."""
+    held = tuple(t.clone().requires_grad_() if t.is_floating_point() else t for t in given)
+    found = flat(module(*held))
+    gen = torch.Generator().manual_seed(2)
+    roots = [v for v in found if v.requires_grad]
+    cotangents = [torch.randn(v.shape, generator=gen).to(v.dtype) for v in roots]
+    out = {f"output {i}": v.detach() for i, v in enumerate(found)}
+    if not roots:
+        return out
+    module.zero_grad()
+    torch.autograd.backward(roots, cotangents)
+    out |= {f"input {i}": v.grad for i, v in enumerate(held) if v.grad is not None}
+    return out | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def same(module: nn.Module, blueprint: Blueprint, given: tuple[Tensor, ...]) -> None:
+    """The text makes the round trip, and the twin gives what the module gives."""
+    assert parse(render(blueprint)) == blueprint
+    ours, theirs = backward(to_torch(blueprint), given), backward(module, given)
+    assert set(ours) == set(theirs)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.name)
+def test_chain(chain: Chain) -> None:
+    torch.manual_seed(0)
+    module = chain.make()
+    given = inputs(chain.shapes, chain.low)
+    blueprint = from_torch(module, given, dynamic=0 if chain.varies else None)
+    same(module, blueprint, given)
+    if chain.varies:
+        assert set(blueprint.dims) == {"batch"}
+        first = chain.shapes[0][0]
+        shapes = [(s[0] + first, *s[1:]) if s[0] == first else s for s in chain.shapes]
+        same(module, blueprint, inputs(shapes, chain.low))
