@@ -17,6 +17,7 @@ ONE = Dim.of(1)
 
 def straighten(graph: Graph) -> Graph:
     """The graph with every reduction over its first or its last axes; names of outputs stay."""
+    graph = _countable(graph)
     builder, values = replay(graph)
     for node in graph.nodes:
         made = _rewritten(builder, node, values)
@@ -25,6 +26,26 @@ def straighten(graph: Graph) -> Graph:
             made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
         values.update(zip(node.outputs, made, strict=True))
     return builder.graph({name: values[name] for name in graph.outputs})
+
+
+def _countable(graph: Graph) -> Graph:
+    """Extrema of truth values are those of integers: an accumulator in memory is wider than a truth value."""
+    if not any(_of_truth(node) for node in graph.nodes):
+        return graph
+    builder, values = replay(graph)
+    for node in graph.nodes:
+        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+        op, attrs = node.op, dict(node.attrs)
+        if _of_truth(node):
+            wide = builder("cast", operands[0], dtype=DType.int32)
+            op, operands, attrs = "cast", [builder(op, wide, **attrs)], {"dtype": DType.bool}
+        values.update(zip(node.outputs, builder.emit_named(node.id, op, operands, attrs), strict=True))
+    return builder.graph({name: values[name] for name in graph.outputs})
+
+
+def _of_truth(node: Node) -> bool:
+    low = OPS[node.op].lowering
+    return isinstance(low, Reduction) and low.combine in ("max", "min") and node.types[0].dtype is DType.bool
 
 
 def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:

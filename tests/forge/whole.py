@@ -127,7 +127,7 @@ def expected(
     blueprint: Blueprint, values: Tensors, cotangents: Tensors, wanted: tuple[str, ...], wide: bool
 ) -> Tensors:
     """Outputs, and gradients as "grad:<leaf>", by torch's autograd over the graph's meaning."""
-    held = {k: v.double() if wide and v.is_floating_point() else v.clone() for k, v in values.items()}
+    held = {k: v.double().clone() if wide and v.is_floating_point() else v.clone() for k, v in values.items()}
     for name in wanted:
         held[name] = held[name].requires_grad_()
     found = evaluate(blueprint, held, precision="float64" if wide else "declared")
