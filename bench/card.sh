@@ -39,6 +39,9 @@ if ! "$PYTHON" -c "import runtime._native" 2>/dev/null; then
     include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
     step 60 native gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030b0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so
 fi
+if ! "$PYTHON" -c "import sys; from runtime import node; sys.exit(not node.available())" 2>/dev/null; then
+    step 120 node "$PYTHON" -m runtime build --if-possible
+fi
 "$PYTHON" -c "import runtime, json; print(json.dumps(runtime.doctor()))"
 
 # Those of named blocks; the host bench says why its own are not proven.
