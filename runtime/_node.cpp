@@ -79,6 +79,7 @@ struct Shared {
     std::vector<at::ScalarType> dtypes;
     std::vector<PyTypeObject*> classes;
     Held class_owner, gradients;
+    std::string title;  // of the backward, in profiles
     int64_t index = -1;
     std::atomic<int64_t> launches{0};
 };
@@ -225,7 +226,7 @@ struct EsperBackward : public Node {
 
     EsperBackward(std::shared_ptr<Entry> e, edge_list&& edges) : Node(std::move(edges)), entry(std::move(e)) {}
 
-    std::string name() const override { return "EsperBackward"; }
+    std::string name() const override { return entry->shared->title; }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -459,6 +460,7 @@ PyObject* make(PyObject*, PyObject* args) {
         shared.classes.push_back((PyTypeObject*)item.ptr());
     shared.class_owner = Held(classes);
     shared.gradients = Held(gradients);
+    shared.title = pybind11::handle(gradients).attr("title").cast<std::string>();
     shared.index = index;
     PyObject* capsule = PyCapsule_New(block.get(), NAME, destroy);
     if (capsule) block.release();

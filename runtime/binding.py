@@ -16,7 +16,7 @@ from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from library.manifest import blueprint_document
-from runtime import functions, node, parameters, recovery
+from runtime import flops, functions, node, parameters, recovery
 from runtime.eager import twin_of
 from runtime.errors import fail
 from runtime.executor import Counters, Program, Ready
@@ -155,7 +155,7 @@ class Block(nn.Module):
             return self._by_operator(inputs)
         tensors = [*inputs, *self._own()] if self._own_names else list(inputs)
         if _transforms() or forward_ad._current_level >= 0:
-            raise self._no_transform()
+            raise functions.no_transform(self._name)
         if _profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"esper::{self._blueprint}"):
                 return self._call(tensors)
@@ -213,6 +213,8 @@ class Block(nn.Module):
         return len(places) == 1 and places.isdisjoint({self._index, -1})
 
     def _by_operator(self, inputs: Iterable[Tensor]) -> Any:
+        if not _is_compiling():
+            flops.watch(self._handle.entry)
         return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
 
     def _operate(self, tensors: list[Tensor]) -> Any:
@@ -236,14 +238,6 @@ class Block(nn.Module):
                     hint="pass local tensors: tensor.to_local(), or unpack the nested tensor",
                 )
         return self._operate(tensors)
-
-    def _no_transform(self) -> EsperError:
-        return fail(
-            "E0817",
-            f"{self._name} inside a torch.func transform or forward-mode differentiation",
-            node=self._name,
-            hint="use the eager twin there: runtime.twin(id)",
-        )
 
     def _instead(self, error: EsperError, tensors: list[Tensor]) -> Any:
         """Shapes alone on the meta device; the eager twin, if the caller opted in and it can answer."""

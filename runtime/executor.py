@@ -155,7 +155,9 @@ class Program:
         *,
         native: bool | None = None,
         strict: bool = False,
+        title: str = "",
     ) -> None:
+        self.title = title or artifact_id  # for profiles
         self.artifact_id, self.launch, self.code = artifact_id, launch, code
         self.interface: Interface = launch.interface
         self.device: torch.device = code.device

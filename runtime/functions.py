@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from runtime import node
@@ -36,6 +37,11 @@ class Gradients:
         self.program, self.counters, self.ready, self._debug = program, counters, ready, debug
         self._memo: Memo[Any, tuple[Ready, tuple[int, ...]]] = Memo(READY_LIMIT)
         self.recover: Callable[..., Sequence[Tensor | None]] | None = None  # after a launch failed
+
+    @property
+    def title(self) -> str:
+        """What profiles call it."""
+        return f"esper::{self.program.title}.backward"
 
     def wanted(self, mask: Mask) -> tuple[str, ...]:
         """Names of the gradients asked for: `mask` per input of the interface."""
@@ -208,6 +214,9 @@ class Call(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         state, dims = ctx.call
         mask = ctx.needs_input_grad[2:]
+        if _profiler._is_profiler_enabled:
+            with torch.profiler.record_function(state.gradients.title):
+                return (None, None, *state.gradients(dims, mask, ctx.saved_tensors, cotangents))
         return (None, None, *state.gradients(dims, mask, ctx.saved_tensors, cotangents))
 
 
@@ -232,4 +241,14 @@ def double_backward(artifact_id: str) -> Exception:
         f"{artifact_id} is differentiable once; a gradient of its gradient was asked for",
         node=artifact_id,
         hint="use the eager twin for second derivatives: runtime.twin(id)",
+    )
+
+
+def no_transform(artifact_id: str) -> EsperError:
+    """E0817."""
+    return fail(
+        "E0817",
+        f"{artifact_id} inside a torch.func transform or forward-mode differentiation",
+        node=artifact_id,
+        hint="use the eager twin there: runtime.twin(id)",
     )

@@ -216,7 +216,8 @@ def _program(
         code = attempt()
     # Code is unmapped when the last program and the last bound plan of it are gone, whatever the cache held.
     weakref.finalize(code, close_all, code.objects).atexit = False
-    return Program(artifact_id, launch, code, strict=strict())
+    title = str(container.manifest["blueprint"]["name"])
+    return Program(artifact_id, launch, code, strict=strict(), title=title)
 
 
 def resolve(library: Library, name: str, device: torch.device | None, unvalidated: bool) -> ArtifactRecord:

@@ -18,9 +18,10 @@ from torch import Tensor
 from library.launch import Plan, TensorSpec, evaluate
 from runtime.errors import fail
 from runtime.executor import Program
-from runtime.functions import double_backward
+from runtime.functions import double_backward, no_transform
 from runtime.loader import load_entry
 
+_transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _programs: weakref.WeakValueDictionary[tuple[str, int], Program] = weakref.WeakValueDictionary()
 _any: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
 _define = torch.library.Library("esper", "DEF")
@@ -246,6 +247,8 @@ def _below(op: Any, keyset: Any, *values: Any) -> list[Tensor]:
 
 
 def _fwd_autograd(keyset: Any, name: str, mask: int, xs: list[Tensor]) -> list[Tensor]:
+    if _transforms():
+        raise no_transform(name)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
         return list(_Differentiable.apply(keyset, name, mask, *xs))
     return _below(torch.ops.esper.fwd.default, keyset, name, mask, xs)
