@@ -209,8 +209,7 @@ OPS = (
                (number("lambd", 0.5),), ({}, {"lambd": 1.0}),
                (lambda a: a["lambd"] >= 0, "lambd is not negative")),
     activation("hardshrink", lambda a: _shrink(a, False), _shrink_derivative,
-               (number("lambd", 0.5),), ({}, {"lambd": 1.0}),
-               (lambda a: a["lambd"] >= 0, "lambd is not negative")),
+               (number("lambd", 0.5),), ({}, {"lambd": 1.0})),
     activation("threshold", _threshold, lambda a: (_where(prim("le", X, a["threshold"]), 0.0, 1.0),),
                (Attr("threshold", "float"), Attr("value", "float")), ({"threshold": 0.1, "value": 0.25},)),
 )  # fmt: skip

@@ -259,7 +259,7 @@ def _ranking(emit: Emit, v: Sequence[Val], attrs: Attrs) -> Val:
 
 def _soft(emit: Emit, v: Sequence[Val], attrs: Attrs) -> Val:
     """log(1 + exp(-t x))."""
-    return emit("log", emit("add", emit("exp", emit("neg", emit("mul", v[1], v[0]))), 1.0))
+    return emit("log1p", emit("exp", emit("neg", emit("mul", v[1], v[0]))))
 
 
 def _soft_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:

@@ -120,9 +120,12 @@ def _infer_norm(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 
 def _length(emit: Emit, x: Val, p: float, dims: tuple[int, ...], keepdim: bool) -> Val:
-    """Sum of absolute values, or root of the sum of squares, in the compute type."""
+    """Sum of absolute values, root of the sum of squares, or (sum |x|^p)^(1/p), in the compute type."""
     if p == 1:
         return emit("sum", emit("abs", x), dims=dims, keepdim=keepdim)
+    if p != 2:
+        total = emit("sum", emit("pow", emit("abs", x), p), dims=dims, keepdim=keepdim)
+        return emit("pow", total, 1.0 / p)
     return emit("sqrt", emit("sum", emit("mul", x, x), dims=dims, keepdim=keepdim))
 
 
@@ -134,7 +137,7 @@ def _expand_norm(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequenc
 def _vjp_norm(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """p 1: g sign(x). p 2: g x / |x|, 0 where the length is 0."""
+    """p 1: g sign(x). p 2: g x / |x|. Others: g sign(x) (|x| / |x|_p)^(p - 1). 0 where the length is 0."""
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
@@ -142,6 +145,11 @@ def _vjp_norm(
     g, y = (emit("reshape", up(emit, v), shape=kept) for v in (g, outputs[0]))
     if attrs["p"] == 1:
         return [to(emit, emit("mul", g, emit("sign", up(emit, x))), x.type.dtype)]
+    if attrs["p"] != 2:
+        wide = up(emit, x)
+        ratio = emit("where", emit("eq", y, 0.0), 0.0, emit("div", emit("abs", wide), y))
+        slope = emit("where", emit("eq", ratio, 0.0), 0.0, emit("pow", ratio, attrs["p"] - 1.0))
+        return [to(emit, emit("mul", g, emit("mul", emit("sign", wide), slope)), x.type.dtype)]
     scale = emit("where", emit("eq", y, 0.0), 0.0, emit("div", g, y))
     return [to(emit, emit("mul", up(emit, x), scale), x.type.dtype)]
 
@@ -160,11 +168,11 @@ def _resolve_normalize(operands: Types, attrs: Attrs) -> dict[str, Any]:
 
 
 def _known(attrs: Attrs) -> bool:
-    return attrs["p"] in (1.0, 2.0)
+    return attrs["p"] > 0
 
 
-KNOWN = "p is 1 or 2"
-P = Attr("p", "float", 2.0, doc="1: sum of absolute values, 2: Euclidean length")
+KNOWN = "p is positive"
+P = Attr("p", "float", 2.0, doc="1: sum of absolute values, 2: Euclidean length, else (sum |x|^p)^(1/p)")
 
 
 def _infer_normalize(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
@@ -230,7 +238,11 @@ NORMALIZE = tuple(
     for p, dim in ((2.0, 1), (1.0, -1), (2.0, 0))
 )
 
-NORMS = (*reduction_samples(0.1, 2.0), *reduction_samples(0.1, 2.0, extra={"p": 1.0}))
+NORMS = (
+    *reduction_samples(0.1, 2.0),
+    *reduction_samples(0.1, 2.0, extra={"p": 1.0}),
+    *reduction_samples(0.1, 2.0, empty=False, extra={"p": 3.0}),
+)
 
 OPS = (
     _channels("group_norm", _infer_channels, _group_reference, (Attr("num_groups", "int"),),

@@ -39,8 +39,7 @@ def blueprint(op: OpDef, samples: tuple[Sample, ...]) -> Blueprint:
             b.input(f"a{i}_{k}", t.dtype, t.shape) if isinstance(t, TensorType) else t
             for k, t in enumerate(sample.operands)
         ]
-        out = b.op(op.name, *operands, **sample.attrs)
-        made += list(out) if isinstance(out, tuple) else [out]
+        made += b.many(op.name, *operands, **sample.attrs)
     differentiable = [] if isinstance(op.vjp, NotDifferentiable) else None
     return b.build(*made, differentiable=differentiable)
 
