@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
@@ -89,7 +90,7 @@ def from_torch(
     program = _decomposed(exported, title)
     reading = _Reading(program, held, Context(Builder(title), precision_in_force(), updates), dims)
     reading.leaves(rows)
-    reading.nodes()
+    reading.nodes(program.graph)
     return reading.finish(_metadata(module, held, reading.context))
 
 
@@ -131,10 +132,29 @@ def _export(
     return program, dims, rows
 
 
+def _region(node: Node) -> fx.GraphModule | None:
+    """The graph that a node runs with gradients switched on or off, else None."""
+    if str(node.target) != "wrap_with_set_grad_enabled":
+        return None
+    inner: Any = node.args[1]
+    return getattr(node.graph.owning_module, inner.target)
+
+
+def _readable(graph: fx.Graph) -> bool:
+    """Every operator has a rule, in regions without gradients too."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    return all(_known(node, place) for node in graph.nodes)
+
+
 def _known(node: Node, place: Mapping[Node, int]) -> bool:
     """Read without decomposition: a rule, and no write that somebody else sees."""
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+    if node.op != "call_function":
         return True
+    inner = _region(node)
+    if inner is not None:
+        return _readable(inner.graph)
+    if not hasattr(node.target, "_schema"):
+        return not isinstance(node.target, HigherOrderOperator)
     name = str(node.target)
     if name in _SKIPPED:
         return True
@@ -153,8 +173,7 @@ def _known(node: Node, place: Mapping[Node, int]) -> bool:
 
 def _decomposed(program: ExportedProgram, title: str) -> ExportedProgram:
     """The program itself when every operator has a rule; else decomposed by torch, known operators whole."""
-    place = {node: i for i, node in enumerate(program.graph.nodes)}
-    if all(_known(node, place) for node in program.graph.nodes):
+    if _readable(program.graph):
         return program
     table = torch.export.default_decompositions()
     for op in [op for op in table if str(op) in RULES]:
@@ -196,7 +215,6 @@ class _Reading:
         self.frozen: set[str] = set()
         self.inputs: list[Leaf] = []
         self.kept: list[Leaf] = []
-        self.place = {node: i for i, node in enumerate(program.graph.nodes)}
 
     # Leaves.
 
@@ -285,13 +303,36 @@ class _Reading:
 
     # Nodes.
 
-    def nodes(self) -> None:
-        for node in self.program.graph.nodes:
+    def nodes(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
             if node.op == "call_function":
                 self._guarded(node, lambda n=node: self._node(n))
             elif node.op == "get_attr":
-                self.env[node] = UNKNOWN
-        self.context.shapes = ()
+                held = getattr(graph.owning_module, str(node.target))
+                self.env[node] = self._constant(str(node.target), held) if isinstance(held, Tensor) else held
+
+    def _constant(self, label: str, tensor: Tensor) -> Value:
+        """A tensor that stands in the graph itself."""
+        taken = {leaf.name for leaf in (*self.inputs, *self.kept)}
+        while label in taken:
+            label += "_"
+        self.kept.append(constant(label, tensor))
+        self.values[label] = tensor.detach().cpu().clone()
+        return self.context.builder._leaf(self.kept[-1])
+
+    def _inlined(self, node: Node, inner: fx.GraphModule) -> list[Any]:
+        """A region with its own switch for gradients; without them its results are cut off."""
+        enabled, _, *given = node.args
+        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        for held, outside in zip(places, given, strict=True):
+            self.env[held] = self._arguments(outside)
+        self.nodes(inner.graph)
+        (end,) = [n for n in inner.graph.nodes if n.op == "output"]
+        made = self._arguments(end.args[0])
+        if enabled:
+            return made
+        floating = [isinstance(v, Value) and v.type.dtype.is_floating for v in made]
+        return [self.context.op("detach", v) if f else v for v, f in zip(made, floating, strict=True)]
 
     def _node(self, node: Node) -> Any:
         val = node.meta.get("val")
@@ -299,6 +340,9 @@ class _Reading:
             return val
         if isinstance(val, torch.SymInt):
             return self.dims.of(val)
+        inner = _region(node)
+        if inner is not None:
+            return self._inlined(node, inner)
         if str(node.target) in _SKIPPED:
             return None
         if node.target is operator.getitem:
@@ -309,7 +353,12 @@ class _Reading:
             return UNKNOWN
         metas = val if isinstance(val, (tuple, list)) else (val,)
         self.context.shapes = tuple(self._shape(m) for m in metas)
-        return self._rule(node).convert(self.context, *arguments, **named)
+        convert = self._rule(node).convert
+        try:
+            inspect.signature(convert).bind(self.context, *arguments, **named)
+        except TypeError as error:
+            raise unsupported(f"this form of it has no counterpart: {error}") from None
+        return convert(self.context, *arguments, **named)
 
     def _part(self, whole: Any, index: int) -> Any:
         if whole[index] is None:
@@ -319,7 +368,8 @@ class _Reading:
     def _rule(self, node: Node) -> Rule:
         rule = RULES.get(str(node.target))
         if rule is None and hasattr(node.target, "_schema") and writes(node):
-            if node.args[0] in self.place and node.args[0].op == "placeholder":  # type: ignore[union-attr]
+            written: Any = node.args[0]
+            if written.op == "placeholder":
                 return Rule("update", lambda b, x, *rest, **more: b.update(x, lambda: self._written(node)))
             rule = RULES.get(functional_name(node))
         if rule is None:
@@ -395,7 +445,7 @@ class _Reading:
                 self.findings.append(finding(end, unsupported(f"the module writes into {spec.target}")))
             elif isinstance(value, Value):
                 found.append(self._own(value, found))
-            elif value is not None and value is not UNKNOWN:
+            elif value is not None:
                 self.findings.append(
                     finding(end, unsupported(f"the module returns {value!r}", "return tensors"))
                 )

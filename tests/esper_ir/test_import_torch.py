@@ -13,6 +13,7 @@ from esper_ir.graph import Blueprint
 from esper_ir.importers.torch_export import from_torch
 from esper_ir.text import parse, render
 from tests.esper_ir.chains import CHAINS, Chain
+from tests.esper_ir.networks import GPT, NETWORKS, tokens
 
 
 def inputs(shapes: Any, low: float = -1.0) -> tuple[Tensor, ...]:
@@ -63,3 +64,23 @@ def test_chain(chain: Chain) -> None:
         first = chain.shapes[0][0]
         shapes = [(s[0] + first, *s[1:]) if s[0] == first else s for s in chain.shapes]
         same(module, blueprint, inputs(shapes, chain.low))
+
+
+@pytest.mark.parametrize(("name", "make", "shapes", "varies"), NETWORKS, ids=[n[0] for n in NETWORKS])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_network(name: str, make: Any, shapes: Any, varies: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    module = make().train(training)
+    given = inputs(shapes)
+    same(module, from_torch(module, given, dynamic=0 if varies else None), given)
+
+
+def test_tied_embeddings_and_loss() -> None:
+    torch.manual_seed(0)
+    module = GPT()
+    given = tokens()
+    blueprint = from_torch(module, given, dynamic=0)
+    same(module, blueprint, given)
+    params = [leaf.name for leaf in blueprint.of_kind("param")]
+    assert "wte.weight" in params and "lm_head.weight" not in params
+    assert set(params) == {n for n, _ in module.named_parameters()}
