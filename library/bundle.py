@@ -289,9 +289,8 @@ def _beside(
     listed = _list(item["side_files"], "side files")
     if any(not isinstance(row, dict) or row.keys() != {"name", "digest"} for row in listed):
         raise fail("E0770", f"side files of {item['id']} are malformed")
-    if {row["name"]: row["digest"] for row in listed} != predicate.get("side_files") or len(listed) != len(
-        predicate["side_files"]
-    ):
+    signed = predicate["side_files"]
+    if sorted((str(r["name"]), str(r["digest"])) for r in listed) != sorted(signed.items()):
         raise fail(
             "E0746", f"side files of {item['id']} are not those that the compiler signed", node=item["id"]
         )
@@ -304,14 +303,14 @@ def _verdict(
     if not isinstance(row, dict) or row.keys() != _VERDICT_KEYS:
         raise fail("E0770", f"verdict on {record.id} has other fields")
     envelope = _bytes(row["envelope"], "verdict")
-    verdict = open_verdict(document, record, envelope, _ANY_SEQUENCE)
-    opened = dsse.open_envelope(envelope, dsse.IN_TOTO, document.role_keys("validator"))
-    predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.VERDICT)
-    if predicate["report"] != row["report"] or predicate["card"] != row["card"]:
+    said = open_verdict(document, record, envelope, _ANY_SEQUENCE)
+    if said.report != row["report"] or said.card != row["card"]:
         raise fail("E0746", f"report of {record.id} is not the one that was signed", node=record.id)
     report = parse_json(_object(objects, row["report"]))
-    values = {k: predicate[k] for k in ("arch", "card", "result", "reason", "report", "time")}
-    return {**values, "keyid": verdict.keyid, "envelope": envelope}, report
+    if not isinstance(report, dict) or said.result not in (VALIDATED, REJECTED):
+        raise fail("E0745", f"verdict on {record.id} is malformed", node=record.id)
+    fields = ("arch", "card", "result", "reason", "report", "time", "keyid")
+    return {**{name: getattr(said, name) for name in fields}, "envelope": envelope}, report
 
 
 def _annotation(

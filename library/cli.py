@@ -277,7 +277,8 @@ def audit_command(
     if as_json:
         emit("audit", report.to_json())
     else:
-        click.echo(f"{report.entries} entries, {report.checkpoints} checkpoints, head {report.root}")
+        signed = f"{report.checkpoints} checkpoints, signed up to entry {report.signed}"
+        click.echo(f"{report.entries} entries, {signed}, head {report.root}")
         for finding in report.findings:
             click.echo(f"  {finding.code} {finding.subject}: {finding.message}")
         click.echo("all sound" if not report.findings else f"first bad entry: {report.first_bad or 'none'}")

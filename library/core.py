@@ -125,6 +125,17 @@ class Core:
             raise
         self.after_write()
 
+    @contextmanager
+    def snapshot(self) -> Iterator[Index]:
+        """The rows of one moment, through a connection of its own: writers go on meanwhile, unseen."""
+        self.index.version()  # refuses a handle that was closed or inherited
+        view = Index(self.home, readonly=True, wait_s=self.index.wait_s)
+        try:
+            view.hold()
+            yield view
+        finally:
+            view.close()
+
     def refuse_readonly(self) -> None:
         """E0712 on a handle that may not write, before anything is prepared."""
         if self.readonly:

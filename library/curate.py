@@ -35,6 +35,7 @@ from library.verdicts import known, rank_again
 # use.
 INTEREST_WEIGHT = 400.0
 _DAY_S = 86400.0
+_TAG_COUNTS = "SELECT t.tags, count(*) FROM facts f JOIN tagsets t ON t.num = f.tagset GROUP BY t.tags"
 
 
 @dataclass(frozen=True)
@@ -150,15 +151,22 @@ def restore(core: Core, place: Path) -> list[str]:
         raise fail("E0724", f"{place} holds no artifact that is archived here")
     with core.publishing(objects, f"restore {len(back)} artifacts"):
         for record in back:
-            state = record.previous_state
-            check_move(ARTIFACT_MOVES, record.id, ARCHIVED, state)
-            data_of = {"from": ARCHIVED, "to": state, "reason": "restored", "bundle": sha256_hex(data)}
-            ledger.append(core.index, "artifact.state", record.id, data_of)
-            rows.set_artifact_state(core.index, record.id, state, "")
-    for record in back:
-        if record.previous_state == VALIDATED:
-            rank_again(core, known(core, record.id))
+            _bring_back(core, record.id, sha256_hex(data))
     return [record.id for record in back]
+
+
+def _bring_back(core: Core, artifact_id: str, bundle: str) -> None:
+    """Inside the transaction: whoever revoked it meanwhile has the last word (E0724)."""
+    record = known(core, artifact_id)
+    if record.state != ARCHIVED:
+        raise fail("E0724", f"{artifact_id} became {record.state} meanwhile", node=artifact_id)
+    state = record.previous_state
+    check_move(ARTIFACT_MOVES, artifact_id, ARCHIVED, state)
+    data = {"from": ARCHIVED, "to": state, "reason": "restored", "bundle": bundle}
+    ledger.append(core.index, "artifact.state", artifact_id, data)
+    rows.set_artifact_state(core.index, artifact_id, state, "")
+    if state == VALIDATED:
+        rank_again(core, known(core, artifact_id))
 
 
 @dataclass(frozen=True)
@@ -185,9 +193,7 @@ def diversity(core: Core) -> Diversity:
         "target": Counter(r.target for r in found),
         "pipeline": Counter(r.pipeline for r in found),
         "objective": Counter(r.objective for r in found),
-        "tags": Counter(
-            dict(core.index.rows("SELECT tags, sum(size) FROM tagsets WHERE size > 0 GROUP BY tags"))
-        ),
+        "tags": Counter(dict(core.index.rows(_TAG_COUNTS))),
     }
     per_blueprint = divisions["blueprint"]
     return Diversity(

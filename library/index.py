@@ -149,6 +149,11 @@ class Index:
         found = self.rows(statement, values)
         return found[0] if found else None
 
+    def hold(self) -> None:
+        """From now on read the rows of this moment, until this connection is closed."""
+        self.rows("BEGIN")
+        self.version()
+
     @contextmanager
     def write(self, *, durable: bool = True) -> Iterator[Index]:
         """BEGIN IMMEDIATE .. COMMIT; rolled back whole on any exception. `durable=False` only for what a

@@ -7,6 +7,7 @@ then are the same bytes parsed and handed on.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from library import dsse, rows
@@ -28,6 +29,9 @@ from library.records import (
 )
 from library.resolve import not_found
 from library.trust import TrustDocument, TrustStore
+
+SIDE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def load_artifact(
@@ -100,21 +104,23 @@ def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: byte
     )
     refuse_revoked(document, opened.keyids, seq, record.id)
     predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.VERDICT)
-    if predicate.get("arch") != record.arch:
+    verdict = _verdict(record.id, opened.keyids[0], predicate)
+    if verdict.arch != record.arch:
         raise fail(
-            "E0746",
-            f"verdict is for {predicate.get('arch')!r}, the record for {record.arch!r}",
-            node=record.id,
+            "E0746", f"verdict is for {verdict.arch!r}, the record for {record.arch!r}", node=record.id
         )
     if predicate.get("policy") in document.revoked_policies:
         raise fail("E0742", f"the policy that validated {record.id} was revoked", node=record.id)
-    return Verdict(
-        record.id,
-        record.arch,
-        str(predicate.get("result")),
-        opened.keyids[0],
-        float(predicate.get("time", 0)),
-    )
+    return verdict
+
+
+def _verdict(artifact_id: str, keyid: str, predicate: dict[str, Any]) -> Verdict:
+    texts = {name: predicate.get(name) for name in ("arch", "result", "card", "reason", "report")}
+    policy, when = predicate.get("policy"), predicate.get("time")
+    odd = [name for name, value in texts.items() if not isinstance(value, str)]
+    if odd or type(when) not in (int, float) or not isinstance(policy, str | None):
+        raise fail("E0745", f"verdict on {artifact_id} has malformed fields", node=artifact_id)
+    return Verdict(artifact_id, keyid=keyid, time=float(when or 0), **{n: str(v) for n, v in texts.items()})
 
 
 def open_provenance(index: Index, trust: TrustStore, record: ArtifactRecord) -> dict[str, Any]:
@@ -133,7 +139,17 @@ def open_provenance_bytes(document: TrustDocument, record: ArtifactRecord, envel
         what=f"provenance of {record.id}",
     )
     refuse_revoked(document, opened.keyids, record.seq, record.id)
-    return dsse.read_statement(opened.payload, record.id, record.digest, dsse.PROVENANCE)
+    predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.PROVENANCE)
+    files = predicate.get("side_files")
+    if not isinstance(files, dict) or not all(_is_side_file(n, d) for n, d in files.items()):
+        raise fail("E0745", f"provenance of {record.id} has malformed side files", node=record.id)
+    if predicate.get("blueprint") != record.blueprint:
+        raise fail("E0746", f"provenance of {record.id} is for another blueprint", node=record.id)
+    return predicate
+
+
+def _is_side_file(name: str, digest: Any) -> bool:
+    return bool(SIDE_NAME.match(name)) and isinstance(digest, str) and bool(_DIGEST.match(digest))
 
 
 def refuse_revoked(document: TrustDocument, keyids: tuple[str, ...], seq: int, node: str) -> None:

@@ -256,30 +256,47 @@ def _mismatch(group: _TagSet, query: KernelQuery) -> str:
     return f"tag excluded: {', '.join(excluded)}" if excluded else ""
 
 
-def write_facts(index: Index, num: int, record: ArtifactRecord, report: Mapping[str, Any]) -> None:
-    """What find() will know about a VALIDATED artifact, from a report or annotation. Inside a transaction."""
+def facts_of(record: ArtifactRecord, report: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """What find() knows about an artifact from a report and annotation: its tag set, and the columns of facts
+    from rank on.
+    """
     wep = _mapping(report.get("wep"))
-    tags = " ".join(sorted({str(t) for t in report.get("generated_tags") or () if " " not in str(t)}))
-    values = (record.arch, record.target, tags)
-    index.run("INSERT OR IGNORE INTO tagsets (arch, target, tags) VALUES (?, ?, ?)", values)
-    ((tagset,),) = index.run("SELECT num FROM tagsets WHERE arch = ? AND target = ? AND tags = ?", values)
+    given = report.get("generated_tags")
+    listed = given if isinstance(given, list | tuple) else ()
+    tags = " ".join(sorted({str(t) for t in listed if " " not in str(t)}))
     latency, memory = _number(wep.get("latency_ms_p99")), _number(wep.get("memory_mb_peak"))
     risk = _number(report.get("risk_score"))
-    index.run(
-        "INSERT OR REPLACE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            num,
-            tagset,
-            UNRANKED if latency is None else latency,
-            UNRANKED if risk is None else risk,
-            latency,
-            memory,
-            risk,
-            str(report.get("conf_level") or ""),
-            _number(report.get("urabrask_interest")),
-            json.dumps(_mapping(wep.get("shapes"))),
-        ),
+    values = (
+        UNRANKED if latency is None else latency,
+        UNRANKED if risk is None else risk,
+        latency,
+        memory,
+        risk,
+        str(report.get("conf_level") or ""),
+        _number(report.get("urabrask_interest")),
+        json.dumps(_mapping(wep.get("shapes")), sort_keys=True),
     )
+    return (record.arch, record.target, tags), values
+
+
+def write_facts(index: Index, num: int, record: ArtifactRecord, report: Mapping[str, Any]) -> None:
+    """What find() will know about a VALIDATED artifact, from a report or annotation. Inside a transaction."""
+    tagset, values = facts_of(record, report)
+    index.run("INSERT OR IGNORE INTO tagsets (arch, target, tags) VALUES (?, ?, ?)", tagset)
+    ((number,),) = index.run("SELECT num FROM tagsets WHERE arch = ? AND target = ? AND tags = ?", tagset)
+    drop_facts(index, num)  # not REPLACE: it would not tell the tag set that a member left
+    index.run("INSERT INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (num, number, *values))
+
+
+def known_facts(index: Index, artifact_id: str) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
+    """As `facts_of`, from the rows that find() reads; None without them."""
+    row = index.row(
+        """SELECT t.arch, t.target, t.tags, f.rank, f.risk_rank, f.latency_ms, f.memory_mb, f.risk,
+        f.conf_level, f.interest, f.shapes FROM facts f JOIN tagsets t ON t.num = f.tagset
+        JOIN artifacts a ON a.num = f.artifact WHERE a.id = ?""",
+        (artifact_id,),
+    )
+    return (row[:3], row[3:]) if row else None
 
 
 def drop_facts(index: Index, num: int) -> None:

@@ -123,13 +123,16 @@ class VerdictRecord:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The part of a verified verdict that loading needs: no report, no second read."""
+    """What a validator signed, verified: no report, only its digest, and no second read."""
 
     artifact_id: str
     arch: str
     result: str
     keyid: str
     time: float
+    card: str
+    reason: str
+    report: str
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,10 @@ def provenance_envelope(index: Index, artifact_id: str) -> bytes:
 def set_artifact_state(
     index: Index, artifact_id: str, state: str, reason: str, superseded_by: str = ""
 ) -> None:
-    index.run(
-        "UPDATE artifacts SET previous_state = state, state = ?, reason = ?, superseded_by = ? WHERE id = ?",
-        (state, reason, superseded_by, artifact_id),
-    )
+    """What took an artifact's place stays known while it is archived and when it is back."""
+    text = """UPDATE artifacts SET previous_state = state, state = ?1, reason = ?2,
+        superseded_by = CASE ?3 WHEN '' THEN superseded_by ELSE ?3 END WHERE id = ?4"""
+    index.run(text, (state, reason, superseded_by, artifact_id))
 
 
 def add_side_files(index: Index, num: int, files: Sequence[SideFile]) -> None:
@@ -220,6 +220,12 @@ def ripe_tombstones(index: Index, before: float, limit: int) -> list[str]:
     """Marks that are old enough, oldest first."""
     text = "SELECT digest FROM tombstones WHERE time <= ? ORDER BY time, digest LIMIT ?"
     return [row[0] for row in index.run(text, (before, limit))]
+
+
+def last_entry(index: Index) -> int:
+    """Sequence number of the newest ledger entry: the same before and after means that nothing changed."""
+    row = index.row("SELECT size FROM ledger_state")
+    return row[0] if row else 0
 
 
 def annotation_envelopes(index: Index, artifact_id: str) -> list[bytes]:

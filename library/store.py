@@ -35,10 +35,9 @@ from library.errors import fail
 from library.loading import SIDE_NAME, load_artifact, open_provenance
 from library.manifest import blueprint_text, unpack
 from library.records import (
+    ARCHIVED,
     ARTIFACT_MOVES,
     BLUEPRINT_MOVES,
-    PENDING_BENCHMARKING,
-    REJECTED,
     REVOKED,
     SUPERSEDED,
     VALIDATED,
@@ -167,7 +166,7 @@ class Library(Core):
         return rows.side_files(self.index, self.record(artifact_id).id)
 
     def side_file(self, artifact_id: str, name: str) -> bytes:
-        """One of them, as the compiler signed it: hash and signature verified. E0721 for a name it has not."""
+        """One of them, as the compiler signed it: hash and signature verified. E0721 without that name."""
         signed = open_provenance(self.index, self.trust, self.record(artifact_id))["side_files"]
         if name in signed:
             return self.blobs.read(signed[name])
@@ -225,34 +224,34 @@ class Library(Core):
         """Validated artifacts that fit, best first; with `explain` also why each other one does not."""
         return self._finder().find(wanted, explain=explain)
 
-    def move(self, artifact_id: str, state: str, reason: str, *, superseded_by: str = "") -> ArtifactRecord:
-        """One legal transition with its ledger entry: E0724. Verdicts are not made here."""
-        with self.index.write():
-            record = self.record(artifact_id)
-            check_move(ARTIFACT_MOVES, artifact_id, record.state, state)
-            if record.state == PENDING_BENCHMARKING and state in (VALIDATED, REJECTED):
-                raise fail("E0724", f"only a signed verdict makes {artifact_id} {state}", node=artifact_id)
-            data = {"from": record.state, "to": state, "reason": reason, "by": superseded_by}
-            ledger.append(self.index, "artifact.state", artifact_id, data)
-            rows.set_artifact_state(self.index, artifact_id, state, reason, superseded_by)
-            query.drop_facts(self.index, rows.artifact_num(self.index, artifact_id))
-        self.after_write()
-        return self.record(artifact_id)
+    def _retire(self, artifact_id: str, state: str, reason: str, *, by: str = "") -> None:
+        """To SUPERSEDED or REVOKED, inside a transaction: E0724."""
+        record = self.record(artifact_id)
+        check_move(ARTIFACT_MOVES, artifact_id, record.state, state)
+        data = {"from": record.state, "to": state, "reason": reason, "by": by}
+        ledger.append(self.index, "artifact.state", artifact_id, data)
+        rows.set_artifact_state(self.index, artifact_id, state, reason, by)
+        query.drop_facts(self.index, rows.artifact_num(self.index, artifact_id))
 
     def supersede(self, artifact_id: str, by: str, reason: str = "") -> ArtifactRecord:
         """A recompiled artifact proven better takes its place; the old one still loads by its exact id."""
-        better = self.record(by)
-        if better.state != VALIDATED or better.blueprint != self.record(artifact_id).blueprint:
-            raise fail(
-                "E0724",
-                f"{by} cannot supersede {artifact_id}: not VALIDATED or of another blueprint",
-                node=by,
-            )
-        return self.move(artifact_id, SUPERSEDED, reason, superseded_by=by)
+        with self.index.write():
+            better, old = self.record(by), self.record(artifact_id)
+            if better.state != VALIDATED or better.blueprint != old.blueprint or better.id == old.id:
+                text = f"{by} cannot supersede {artifact_id}: not VALIDATED, itself, or of another blueprint"
+                raise fail("E0724", text, node=by)
+            if old.state == ARCHIVED:
+                raise fail("E0724", f"{artifact_id} is archived: restore it first", node=artifact_id)
+            self._retire(artifact_id, SUPERSEDED, reason, by=by)
+        self.after_write()
+        return self.record(artifact_id)
 
     def revoke(self, artifact_id: str, reason: str) -> ArtifactRecord:
         """Never load it again. Final."""
-        return self.move(artifact_id, REVOKED, reason)
+        with self.index.write():
+            self._retire(artifact_id, REVOKED, reason)
+        self.after_write()
+        return self.record(artifact_id)
 
     # -- lineage, outcomes, keeping ------------------------------------------------------------------
 

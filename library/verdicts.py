@@ -81,14 +81,18 @@ def insert_verdict(
 
 
 def read_verdict(core: Core, record: ArtifactRecord) -> VerdictRecord | None:
-    """The newest verdict with its report, signature and report digest verified; None while PENDING."""
+    """The newest verdict with its report, both as they were signed; None while PENDING."""
     found = rows.verdict_rows(core.index, record.id)
     if not found:
         return None
-    arch, card, result, reason, keyid, report, envelope, when, seq = found[0]
-    open_verdict(core.trust.document(), record, envelope, seq)
-    content = parse_json(core.blobs.read(report))
-    return VerdictRecord(record.id, arch, card, result, reason, keyid, when, seq, content)
+    *_, envelope, _, seq = found[0]
+    said = open_verdict(core.trust.document(), record, envelope, seq)
+    content = parse_json(core.blobs.read(said.report))
+    if not isinstance(content, dict):
+        raise fail("E0745", f"report on {record.id} is not an object", node=record.id)
+    return VerdictRecord(
+        record.id, said.arch, said.card, said.result, said.reason, said.keyid, said.time, seq, content
+    )
 
 
 def annotate(core: Core, artifact_id: str, annotation: Mapping[str, Any]) -> int:
@@ -97,13 +101,13 @@ def annotate(core: Core, artifact_id: str, annotation: Mapping[str, Any]) -> int
     unknown = sorted(set(annotation) - set(ANNOTATED))
     if unknown:
         raise fail("E0720", f"annotation fields not known: {', '.join(unknown)}")
-    record, signer = known(core, artifact_id), core.signer("validator")
-    if record.state != VALIDATED:
-        raise fail(
-            "E0724", f"{artifact_id} is {record.state}; only VALIDATED ones are annotated", node=artifact_id
-        )
-    verdict = read_verdict(core, record)
+    signer = core.signer("validator")
     with core.index.write():
+        record = known(core, artifact_id)
+        if record.state != VALIDATED:
+            text = f"{artifact_id} is {record.state}; only VALIDATED ones are annotated"
+            raise fail("E0724", text, node=artifact_id)
+        verdict = read_verdict(core, record)
         version = rows.annotation_version(core.index, artifact_id) + 1
         predicate = {"version": version, "time": time.time(), "annotation": dict(annotation)}
         payload = dsse.statement(record.id, record.digest, dsse.ANNOTATION, predicate)
@@ -150,14 +154,20 @@ def open_annotation(
     opened = dsse.open_envelope(envelope, dsse.IN_TOTO, document.role_keys("validator"), what=what)
     refuse_revoked(document, opened.keyids, seq, record.id)
     predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.ANNOTATION)
-    if predicate.keys() != {"version", "time", "annotation"} or not isinstance(predicate["annotation"], dict):
+    if (
+        predicate.keys() != {"version", "time", "annotation"}
+        or type(predicate["version"]) is not int
+        or type(predicate["time"]) not in (int, float)
+        or not isinstance(predicate["annotation"], dict)
+    ):
         raise fail("E0745", f"{what} is malformed", node=record.id)
     return opened.keyids[0], predicate
 
 
 def rank_again(core: Core, record: ArtifactRecord) -> None:
-    """Write what find() knows about a VALIDATED artifact from its signed verdict and annotation."""
+    """Write what find() knows about a VALIDATED artifact from its signed verdict and annotation; inside a
+    transaction.
+    """
     verdict = read_verdict(core, record)
     report = {**(verdict.report if verdict else {}), **newest_annotation(core, record)}
-    with core.index.write():
-        query.write_facts(core.index, rows.artifact_num(core.index, record.id), record, report)
+    query.write_facts(core.index, rows.artifact_num(core.index, record.id), record, report)

@@ -31,7 +31,9 @@ def write(lib: Library, root: Path, rng: random.Random, seed: int, counts: Count
     shared = rng.random() < 0.2
     number = rng.randrange(20) if shared else (seed + 1) * 1_000_000 + counts["put"]
     size = rng.choice((500, 5000, 60_000)) if not shared else 500
-    data = make_container(number, size=size, blueprint=number % 7)
+    # The eight digits of a version that stand in an id are the number: a hash of it would meet itself.
+    version = f"{number:08x}{sha256_hex(b'%d' % number)[:56]}"
+    data = make_container(number, size=size, blueprint=number % 7, version=version)
     record = lib.put_artifact(data, side_files={"k.ptx": b"%d" % (number % 5)})
     journal(root, seed, f"put {record.id} {sha256_hex(data)}")
     counts["put"] += 1

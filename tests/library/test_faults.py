@@ -174,10 +174,10 @@ def every_point(base: World, tmp: Path, operation: str, how: Any, expected: set[
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_killed_at_every_call_to_the_disk(base: World, fast_tmp: Path, operation: str) -> None:
     points = every_point(base, fast_tmp, operation, die, {KILLED}, database=False)
-    assert points >= {"supersede": 0, "archive": 0, "collect": 1}.get(operation, 5)
+    assert points >= {"supersede": 0, "archive": 0, "annotate": 0, "collect": 1}.get(operation, 5)
 
 
-@pytest.mark.parametrize("operation", ["put", "prove", "supersede", "collect"])
+@pytest.mark.parametrize("operation", ["put", "prove", "supersede", "collect", "restore", "annotate"])
 def test_killed_in_every_write_of_sqlite(base: World, fast_tmp: Path, operation: str) -> None:
     assert every_point(base, fast_tmp, operation, die, {KILLED}, database=True) >= 3
 
@@ -202,7 +202,7 @@ def test_killed_in_every_write_of_sqlite_long(base: World, fast_tmp: Path, opera
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["prove", "collect", "archive", "import"])
+@pytest.mark.parametrize("operation", ["prove", "collect", "archive", "restore", "import"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 def test_failing_everywhere_long(base: World, fast_tmp: Path, operation: str, number: int) -> None:
     every_point(base, fast_tmp, operation, refuse(number), {15, 16, 55}, database=False)

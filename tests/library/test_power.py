@@ -180,7 +180,8 @@ def build(
     world = World(to)
     to.mkdir(mode=0o700)
     shutil.copytree(base.root / "keys", to / "keys")
-    shutil.copy(base.root / "gift", to / "gift")
+    for bundle in ("gift", "kept"):
+        shutil.copy(base.root / bundle, to)
     for top in ("objects", "staging", "quarantine", "measurements"):
         (world.home / top).mkdir(mode=0o700, parents=True, exist_ok=True)
     world.home.chmod(0o700)
@@ -198,7 +199,7 @@ def build(
     return world
 
 
-@pytest.mark.parametrize("operation", ["put", "prove", "collect", "import"])
+@pytest.mark.parametrize("operation", ["put", "prove", "collect", "restore", "import"])
 def test_every_state_after_a_power_loss(
     operation: str, fast_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

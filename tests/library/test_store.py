@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from esper_ir.diagnostics import EsperError
+from library.audit import verify_library
+from library.bundle import export_bundle
 from library.canon import sha256_hex
 from library.records import ARCHIVED, PENDING_BENCHMARKING, REJECTED, REVOKED, SUPERSEDED, VALIDATED
 from library.store import Library
@@ -78,16 +81,71 @@ def test_revoked_and_superseded(lib: Library) -> None:
     lib.revoke(new, "leaks")
     assert code_of(lib.load, new) == ("E0742", 13)
     assert code_of(lib.load, new, allow_unvalidated=True) == ("E0742", 13)
-    assert code_of(lib.move, new, VALIDATED, "") == ("E0724", 14)
+    assert code_of(lib.revoke, new, "again") == ("E0724", 14)
     assert lib.record(new).state == REVOKED
 
 
-def test_illegal_moves_change_nothing(lib: Library) -> None:
+LEGAL = {
+    PENDING_BENCHMARKING: {"pass", "fail", "revoke"},
+    VALIDATED: {"pass", "revoke", "supersede", "archive", "annotate"},
+    REJECTED: {"revoke", "archive"},
+    SUPERSEDED: {"revoke", "archive"},
+    ARCHIVED: {"restore", "revoke"},
+    REVOKED: set(),
+}
+
+
+def artifact_in(lib: Library, state: str, better: str, bundle: Path) -> str:
+    """An artifact that has come to be in a state, and a bundle of it from before that."""
+    artifact = lib.put_artifact(make_container(1)).id
+    if state != PENDING_BENCHMARKING:
+        lib.record_verdict(artifact, {"policy": "p"}, passed=state != REJECTED)
+    export_bundle(lib, [lib.record(artifact)], bundle)
+    move = {
+        SUPERSEDED: lambda: lib.supersede(artifact, better),
+        ARCHIVED: lambda: lib.archive([artifact], bundle),
+        REVOKED: lambda: lib.revoke(artifact, "bad"),
+    }.get(state)
+    if move is not None:
+        move()
+    assert lib.record(artifact).state == state
+    return artifact
+
+
+MOVES: dict[str, Callable[[Library, str, str, Path], object]] = {
+    "pass": lambda lib, a, better, place: lib.record_verdict(a, {"policy": "q"}, passed=True),
+    "fail": lambda lib, a, better, place: lib.record_verdict(a, {"policy": "q"}, passed=False),
+    "supersede": lambda lib, a, better, place: lib.supersede(a, better),
+    "archive": lambda lib, a, better, place: lib.archive([a], place / "out"),
+    "restore": lambda lib, a, better, place: lib.restore(place / "b"),
+    "annotate": lambda lib, a, better, place: lib.annotate(a, {"risk_score": 0.5}),
+    "revoke": lambda lib, a, better, place: lib.revoke(a, "bad"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("state", LEGAL)
+def test_every_move_from_every_state(lib: Library, fast_tmp: Path, state: str, move: str) -> None:
+    """What the table of the manual allows works; all else is refused by name and changes nothing."""
+    better = validated(lib, 2)
+    artifact = artifact_in(lib, state, better, fast_tmp / "b")
+    before = lib.index.rows("SELECT size FROM ledger_state"), lib.record(artifact)
+    if move in LEGAL[state]:
+        MOVES[move](lib, artifact, better, fast_tmp)
+        assert lib.index.rows("SELECT size FROM ledger_state") > before[0]
+    else:
+        code, exit_code = code_of(MOVES[move], lib, artifact, better, fast_tmp)
+        assert code in ("E0724", "E0725") and exit_code == 14
+        assert (lib.index.rows("SELECT size FROM ledger_state"), lib.record(artifact)) == before
+    assert verify_library(lib, lib.artifacts(), contents=True).findings == ()
+
+
+def test_illegal_moves_of_a_blueprint_change_nothing(lib: Library) -> None:
     artifact = lib.put_artifact(make_container()).id
     size = lib.index.row("SELECT size FROM ledger_state")
-    for state in (VALIDATED, REJECTED, SUPERSEDED, ARCHIVED, PENDING_BENCHMARKING, "NONSENSE"):
-        assert code_of(lib.move, artifact, state, "") == ("E0724", 14)
-    assert code_of(lib.set_blueprint_state, lib.record(artifact).blueprint, "FAILED") == ("E0724", 14)
+    for state in ("FAILED", "INVALID", "UNVALIDATED", "COMPILED", "NONSENSE", ""):
+        move = lib.set_blueprint_state
+        assert code_of(move, lib.record(artifact).blueprint, state) == ("E0724", 14)
     assert lib.index.row("SELECT size FROM ledger_state") == size
 
 

@@ -41,12 +41,14 @@ def ids(number: int) -> str:
     return unpack(make_container(number)).manifest["artifact_id"]
 
 
-PROVEN, BETTER, PENDING, OLD = ids(1), ids(2), ids(3), ids(4)
+PROVEN, BETTER, PENDING, OLD, AWAY = ids(1), ids(2), ids(3), ids(4), ids(5)
 NEW = ids(50)
 
 
 def prepare(root: Path) -> World:
-    """Two proven, one pending, one to archive, one object without a name, one staging leftover."""
+    """Two proven, one pending, one to archive, one archived, one object without a name, one staging
+    leftover.
+    """
     root.mkdir(mode=0o700, exist_ok=True)
     world = World(root)
     with Library.open(root / "donor", trust=root / "keys") as donor:
@@ -55,8 +57,10 @@ def prepare(root: Path) -> World:
         export_bundle(donor, donor.artifacts(), root / "gift")
     shutil.rmtree(root / "donor")
     with world.open() as lib:
-        for number in (1, 2, 4):
-            validated(lib, number)
+        for number in (1, 2, 4, 5):
+            validated(lib, number, {"policy": "p", "generated_tags": ["old"]})
+        lib.archive([AWAY], root / "kept")
+        lib.collect(grace_s=0, dry_run=False)
         lib.put_artifact(make_container(3), side_files={"k.ptx": b"ptx"})
         lib.blobs.put(b"an object that nobody names")
     leftover = world.home / "staging" / "1-999999999-left"
@@ -84,6 +88,14 @@ def archive(lib: Library, root: Path) -> None:
     lib.archive([OLD], root / "moved", "old")
 
 
+def restore(lib: Library, root: Path) -> None:
+    lib.restore(root / "kept")
+
+
+def annotate(lib: Library, root: Path) -> None:
+    lib.annotate(PROVEN, {"risk_score": 0.5})
+
+
 def take(lib: Library, root: Path) -> None:
     import_bundle(lib, read_file(root / "gift"))
 
@@ -94,6 +106,8 @@ OPERATIONS: dict[str, Callable[[Library, Path], None]] = {
     "supersede": supersede,
     "collect": collect,
     "archive": archive,
+    "restore": restore,
+    "annotate": annotate,
     "import": take,
 }
 
@@ -111,6 +125,8 @@ def check(world: World, operation: str) -> None:
             "supersede": lambda: lib.record(PROVEN).state == "SUPERSEDED",
             "collect": lambda: False,
             "archive": lambda: lib.record(OLD).state == ARCHIVED,
+            "restore": lambda: lib.record(AWAY).state == VALIDATED,
+            "annotate": lambda: lib.annotation(PROVEN) == {"risk_score": 0.5},
             "import": lambda: rows.artifact(lib.index, ids(60)) is not None,
         }[operation]
         if operation == "import" and done():
