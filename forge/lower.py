@@ -249,13 +249,14 @@ def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
     operands: list[Operand] = []
     for position, side in enumerate(extern.sides(node, low.graph, parts.views)):
         try:
-            operands.append(extern.operand(side, node))
+            operands.append(extern.operand(side, node, low.graph.types[side.base].numel))
         except extern.NotDense:
             dense = f"{node.id}:operand{position}"
             dtype = low.graph.types[side.base].dtype
             copies.append(_copy(low, side, dense, dtype, f"{name}_copy{position}"))
             temps[dense] = Temp(dtype, side.shape)
-            operands.append(extern.operand(View(dense, side.shape, dense_strides(side.shape)), node))
+            whole = View(dense, side.shape, dense_strides(side.shape))
+            operands.append(extern.operand(whole, node, temps[dense].numel))
     read = frozenset(v for n in low.graph for v in n.tensors) | frozenset(low.graph.outputs)
     return Lowered("extern", (*copies, extern.call(node, operands, read)), temps)
 

@@ -45,6 +45,13 @@ class Temp:
     dtype: DType
     shape: tuple[Dim, ...]
 
+    @property
+    def numel(self) -> Dim:
+        out = Dim.of(1)
+        for size in self.shape:
+            out = out * size
+        return out
+
 
 @dataclass(frozen=True)
 class Lowered:

@@ -42,7 +42,7 @@ def _conv(attrs: Attrs) -> Run:
     def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
         x, w = (_first(t, attrs) for t in inputs[:2])
         bias = inputs[2] if len(inputs) > 2 else None
-        out = aten.convolution(x, w, bias, stride, padding, dilation, False, [0, 0], groups)
+        out = aten.convolution(x, w, bias, stride, padding, dilation, False, [0] * len(stride), groups)
         return (_last(out, attrs),)
 
     return plain(run)
@@ -62,7 +62,7 @@ def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
             own = _first(outs[0], attrs)
             x, w = (own, other) if which == 0 else (other, own)
             made = aten.convolution_backward(
-                g, x, w, None, stride, padding, dilation, False, [0, 0], groups, mask
+                g, x, w, None, stride, padding, dilation, False, [0] * len(stride), groups, mask
             )
             return (_last(made[which], attrs),)
 

@@ -53,11 +53,18 @@ def _batched(view: View, batch: tuple[Dim, ...]) -> View:
     return View(view.base, (*batch, *view.shape[-2:]), (*strides, *view.strides[-2:]), view.offset)
 
 
-def operand(view: View, node: Node) -> Operand:
-    """A view as reshape-then-permute of dense memory, of a product with one batch axis at most. NotDense when
-    it is none.
+def operand(view: View, node: Node, whole: Dim) -> Operand:
+    """A view as reshape-then-permute of dense memory of `whole` elements, of a product with one batch axis at
+    most. NotDense when it is none, or only a part of that memory.
     """
-    flat = view if template(node) else _one_batch(view)
+    count = ONE
+    for size in view.shape:
+        count = count * size
+    if count != whole:
+        raise NotDense(view.base)
+    flat = view if template(node) or count == ZERO else _one_batch(view)
+    if count == ZERO:
+        return Operand(flat.base, _merged(flat.shape, node))
     order = sorted(range(len(flat.shape)), key=lambda axis: _rank(flat, axis))
     shape = tuple(flat.shape[axis] for axis in order)
     steps = zip((flat.strides[axis] for axis in order), dense_strides(shape), shape, strict=True)
@@ -65,6 +72,16 @@ def operand(view: View, node: Node) -> Operand:
         raise NotDense(view.base)
     permute = tuple(order.index(axis) for axis in range(len(order)))
     return Operand(view.base, shape, () if permute == tuple(range(len(permute))) else permute)
+
+
+def _merged(shape: tuple[Dim, ...], node: Node) -> tuple[Dim, ...]:
+    """Shape of an operand without elements: of a product with one batch axis at most."""
+    if template(node) or len(shape) < 4:
+        return shape
+    batch = ONE
+    for size in shape[:-2]:
+        batch = batch * size
+    return (batch, *shape[-2:])
 
 
 def _one_batch(view: View) -> View:
