@@ -3,7 +3,8 @@
     python -m docs.build [--check]
 
 docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references
-from the click tools themselves, the README's blueprint from examples/ and its table from bench/results/.
+from the click tools themselves, docs/torch.md's table from what tests/runtime/matrix/ declares and the tests
+run, the README's blueprint from examples/ and its table from bench/results/.
 """
 
 from __future__ import annotations
@@ -124,6 +125,37 @@ def example() -> str:
     return f"```json\n{text}\n```\n"
 
 
+def torch_table() -> str:
+    """What a block does with every feature of torch, from the table that the tests run."""
+    matrix = "tests.runtime.matrix"
+    parts = {
+        "On a processor and on a card": (*_rows(f"{matrix}.steps"), *_rows(f"{matrix}.modules")),
+        "Two processes": _rows(f"{matrix}.ranks"),
+        "On a card": [r for r in _rows(f"{matrix}.cards") if r.place == "card"],
+        "On two cards": [r for r in _rows(f"{matrix}.cards") if r.place == "cards"],
+    }
+    lines: list[str] = []
+    for title, rows in parts.items():
+        lines += [f"### {title}\n", "| | eager | compile | dynamic | |", "|---|---|---|---|---|"]
+        for row in rows:
+            said = [_said(row.says.get(mode)) for mode in ("eager", "compile", "dynamic")]
+            lines.append(f"| {row.feature} | {' | '.join(said)} | {row.note} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _rows(module: str) -> Any:
+    return importlib.import_module(module).ROWS
+
+
+def _said(outcome: str | None) -> str:
+    if outcome is None:
+        return "-"
+    if re.fullmatch(r"E\d{4}", outcome):
+        return f"refused: [{outcome}](errors.md)"
+    return {"works": "yes", "torch": "refused by torch"}[outcome]
+
+
 def bench_table() -> str:
     """Times and figures of the newest results file per bench and card."""
     newest: dict[tuple[str, str], dict[str, Any]] = {}
@@ -196,6 +228,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     for package in TOOLS:
         path = DOCS / f"{package}.md"
         yield path, between(path.read_text(encoding="utf-8"), "commands", reference(package))
+    path = DOCS / "torch.md"
+    yield path, between(path.read_text(encoding="utf-8"), "torch", torch_table())
     path = DOCS / "blueprint.md"
     yield path, between(path.read_text(encoding="utf-8"), "operators", operators())
     path = ROOT / "README.md"

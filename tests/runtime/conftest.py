@@ -65,25 +65,45 @@ def put(esper_library: Path) -> Iterator[Put]:
         yield store
 
 
-@pytest.fixture(scope="session")
-def shelf_home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A library of `tests.runtime.shelf`, and artifact ids by name."""
-    home = tmp_path_factory.mktemp("shelf")
+Shelf = tuple[Path, dict[str, str]]
+
+
+def _stocked(home: Path, target: str, only: tuple[str, ...] = ()) -> Shelf:
     home.chmod(0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ESPER_LIBRARY", str(home / "library"))
         patch.setenv("ESPER_KEYS", str(home / "keys"))
-        return home, shelf.fill(home)
+        return home, shelf.fill(home, target, only)
 
 
-@pytest.fixture
-def ids(shelf_home: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Artifact ids by name, their library being the one in force."""
-    home, made = shelf_home
-    monkeypatch.setenv("ESPER_LIBRARY", str(home / "library"))
-    monkeypatch.setenv("ESPER_KEYS", str(home / "keys"))
-    monkeypatch.delenv("ESPER_STRICT", raising=False)
+@pytest.fixture(scope="session")
+def shelf_home(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """A library of `tests.runtime.shelf` for this processor, and artifact ids by name."""
+    return _stocked(tmp_path_factory.mktemp("shelf"), "cpu")
+
+
+@pytest.fixture(scope="session")
+def card_home(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    """The same for the card here."""
+    return _stocked(tmp_path_factory.mktemp("cards"), "auto")
+
+
+def _in_force(made: Shelf, patch: pytest.MonkeyPatch) -> dict[str, str]:
+    patch.setenv("ESPER_LIBRARY", str(made[0] / "library"))
+    patch.setenv("ESPER_KEYS", str(made[0] / "keys"))
+    patch.delenv("ESPER_STRICT", raising=False)
     loader.cache().release()
     loader._meant.clear()
     loader._libraries.clear()
-    return made
+    return made[1]
+
+
+@pytest.fixture
+def ids(shelf_home: Shelf, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Artifact ids by name, their library being the one in force."""
+    return _in_force(shelf_home, monkeypatch)
+
+
+@pytest.fixture
+def card_ids(card_home: Shelf, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    return _in_force(card_home, monkeypatch)

@@ -4,8 +4,11 @@ decree."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.models import (
     SMALL_CNN,
@@ -13,6 +16,7 @@ from bench.models import (
     Cnn,
     cnn_swaps,
     decoder_swaps,
+    norm_blueprint,
 )
 from forge.service import compile_file
 from library.store import Library
@@ -93,21 +97,24 @@ def documents() -> dict[str, dict[str, Any]]:
         "square": square_blueprint("square", SIDE),
         "oblong": square_blueprint("oblong", 48),
         "columns": columns_blueprint(),
+        "norm_bf16": norm_blueprint(replace(SMALL_DECODER, dtype=torch.bfloat16), (32,)),
         "norm_relu": norm_relu_blueprint(channels, side),
     }
 
 
-def fill(folder: Path) -> dict[str, str]:
-    """Compile all into the library that ESPER_LIBRARY names; artifact id by name."""
+def fill(folder: Path, target: str = "cpu", only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Compile all, or `only` some, into the library that ESPER_LIBRARY names; artifact id by name."""
     made: dict[str, str] = {}
     by_text: dict[str, str] = {}
     with Library.open() as library:
         for name, document in documents().items():
+            if only and name not in only:
+                continue
             text = json.dumps(document)
             if text not in by_text:
                 path = folder / f"{document['name']}.json"
                 path.write_text(text, encoding="utf-8")
-                (found,) = compile_file(path, targets=("cpu",), library=library)
+                (found,) = compile_file(path, targets=(target,), library=library)
                 library.record_verdict(found.artifact_id, {"stages": []}, passed=True)
                 by_text[text] = found.artifact_id
             made[name] = by_text[text]

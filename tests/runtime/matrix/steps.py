@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -213,10 +214,13 @@ def on_the_callers_thread(b: Bench) -> None:
 
 def deterministic(b: Bench) -> None:
     torch.use_deterministic_algorithms(True)
+    before = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for on a card
     try:
         same(b, b.compiled(b.block), b.leaf())
     finally:
         torch.use_deterministic_algorithms(False)
+        if before == ":4096:8":
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def twice(b: Bench) -> None:
