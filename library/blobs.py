@@ -8,8 +8,10 @@ import stat
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json, sha256_hex
 from library.disk import READ, Disk
 from library.errors import fail
@@ -166,7 +168,7 @@ class Blobs:
         try:
             shard = self.disk.open_dir(digest[:2], dir_fd=self._fds["objects"])
             try:
-                self._keep_evidence(digest, shard, reason)
+                self._put_back_if_good(digest, shard, self._keep_evidence(digest, shard, reason))
             finally:
                 os.close(shard)
             kept = f"moved to {self.home / 'quarantine'}"
@@ -179,7 +181,20 @@ class Blobs:
             hint="`esper-library verify --repair` restores it; find out what changed the file",
         )
 
-    def _keep_evidence(self, digest: str, shard: int, reason: str) -> None:
+    def _put_back_if_good(self, digest: str, shard: int, moved: str) -> None:
+        """Whoever repaired the object between our read and the move gave it good bytes: they stay."""
+        try:
+            found = self._read_fd(os.open(moved, READ, dir_fd=self._fds["quarantine"]))
+        except (OSError, EsperError):
+            return
+        if sha256_hex(found) == digest:
+            with suppress(FileExistsError):
+                self.disk.link(moved, self._fds["quarantine"], digest[2:], shard)
+            self.disk.sync_dir(shard)
+            self.disk.unlink(moved, self._fds["quarantine"])
+            self.disk.unlink(moved + ".json", self._fds["quarantine"])
+
+    def _keep_evidence(self, digest: str, shard: int, reason: str) -> str:
         stamp = f"{digest}.{time.time_ns()}"
         self.disk.rename(digest[2:], shard, stamp, self._fds["quarantine"])
         note = canonical_json({"digest": digest, "reason": reason, "time": time.time()})
@@ -188,6 +203,7 @@ class Blobs:
             self.disk.write(fd, note)
         finally:
             os.close(fd)
+        return stamp
 
     def has(self, digest: str) -> bool:
         """Whether a file of that name exists; says nothing about its bytes."""

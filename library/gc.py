@@ -73,6 +73,7 @@ def _collect(core: Core, grace_s: float) -> GcReport:
         removed, freed = removed + count, freed + size
         if count < _BATCH:
             break
+    core.index.shrink_log()
     if not (core.home / RESERVE).exists():
         _reserve_again(core)
     return GcReport(marked, removed, freed, staged, False)

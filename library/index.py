@@ -20,6 +20,7 @@ from library.schema import FORMAT_VERSION, MIGRATIONS
 
 DATABASE = "esper.db"
 HOLDER = "writer"
+_LOG = 16 << 20  # what is left of a log that many writers and readers let grow
 # The write-ahead-log reset bug can lose or corrupt committed pages; these versions carry the repair.
 FIXED_SQLITE = (3, 51, 3)
 BACKPORTED_SQLITE = ((3, 44, 6), (3, 50, 7))
@@ -106,7 +107,11 @@ class Index:
         self.connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
         pragmas = ["PRAGMA temp_store=MEMORY", "PRAGMA cell_size_check=ON", "PRAGMA foreign_keys=ON"]
         if not self.readonly:
-            pragmas += ["PRAGMA journal_mode=WAL", "PRAGMA synchronous=FULL"]
+            pragmas += [
+                "PRAGMA journal_mode=WAL",
+                "PRAGMA synchronous=FULL",
+                f"PRAGMA journal_size_limit={_LOG}",
+            ]
         for pragma in pragmas:
             self.connection.execute(pragma).fetchall()
 
@@ -191,6 +196,16 @@ class Index:
                 self.connection.execute("ROLLBACK")
         except apsw.Error:
             return  # SQLite rolled back by itself, or will when the log is next read
+
+    def shrink_log(self) -> None:
+        """Move the log into the database and cut it, unless somebody reads from it all the time."""
+        self._check_owner()
+        with self.lock:
+            self._deadline = time.monotonic() + min(0.25, self.wait_s)
+            try:
+                self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            except apsw.Error:
+                return  # the next collection tries again; nothing depends on it
 
     def _note_holder(self) -> None:
         note = f"{os.getpid()} {os.uname().nodename} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"

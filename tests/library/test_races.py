@@ -14,7 +14,7 @@ from library.contracts import KernelQuery
 from library.history import audit
 from library.records import ARCHIVED, REVOKED, SUPERSEDED, VALIDATED
 from library.store import Library
-from tests.library.helpers import make_container, validated
+from tests.library.helpers import flip, make_container, object_path, validated
 
 
 @pytest.fixture
@@ -137,3 +137,32 @@ def test_collected_between_the_look_and_the_row(
     record = lib.put_artifact(data)
     other.collect(grace_s=0, dry_run=False)
     assert lib.read(record.id) == data
+
+
+def test_archived_between_the_row_and_the_read(
+    lib: Library, other: Library, fast_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal says what happened to it, not that bytes are lost."""
+    artifact = validated(lib)
+
+    def act() -> None:
+        other.archive([artifact], fast_tmp / "b")
+        other.collect(grace_s=0, dry_run=False)
+
+    once(lib.blobs, "read_raw", act, monkeypatch)
+    refused("E0743", lib.load, artifact)
+
+
+def test_repaired_between_the_read_and_the_quarantine(
+    lib: Library, other: Library, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader that saw bad bytes does not take the good ones away."""
+    data = make_container()
+    artifact = validated(lib)
+    digest = lib.record(artifact).digest
+    flip(object_path(home, digest), 70)
+    once(lib.blobs, "quarantine", lambda: other.blobs.put(data), monkeypatch)
+    refused("E0730", lib.load, artifact)
+    assert lib.load(artifact).container.data == data
+    kept = [p.name for p in (home / "quarantine").iterdir() if not p.name.endswith(".json")]
+    assert len(kept) == 1, "only what the repair set aside"

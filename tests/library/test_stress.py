@@ -83,7 +83,7 @@ def lacks(place: Path) -> Counter[str]:
 
 def judge(place: Path, total: Counter[str]) -> None:
     total.update(lacks(place))
-    words = ("promised", "loaded", "removed", "archived", "restored", "verified", "killed")
+    words = ("promised", "loaded", "removed", "archived", "restored", "verified", "audited", "killed")
     print("  ".join(f"{word} {total[word]}" for word in words))
     zeros = ("lost", "wrong", "orphaned", "unverified")
     print("  ".join(f"{word} {total[word]}" for word in zeros))
