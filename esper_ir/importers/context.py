@@ -10,7 +10,6 @@ from typing import Any
 from esper_ir.builder import Builder, Value
 from esper_ir.diagnostics import EsperError
 from esper_ir.opdef import Number
-from esper_ir.registry import OPS
 from esper_ir.types import Dim, DType
 
 Scalar = Number | Dim
@@ -141,7 +140,3 @@ def unsupported(reason: str, hint: str | None = None) -> EsperError:
 def each(convert: Callable[..., Any], *names: str) -> tuple[Rule, ...]:
     """One rule under several names, without "aten."."""
     return tuple(Rule(f"aten.{name}", convert) for name in names)
-
-
-def known(op: str) -> bool:
-    return op in OPS

@@ -45,6 +45,7 @@ _SKIPPED = frozenset({
     "aten.sym_size.int", "aten.sym_stride.int", "aten.sym_numel.default", "aten._assert_async.msg",
     "aten._assert_scalar.default", "aten._assert_tensor_metadata.default", "aten.sym_constrain_range.default",
     "aten.sym_constrain_range_for_size.default", "aten._assert_async.default",
+    "aten._functional_assert_async.msg",
 })  # fmt: skip
 
 
@@ -343,7 +344,7 @@ class _Reading:
         inner = _region(node)
         if inner is not None:
             return self._inlined(node, inner)
-        if str(node.target) in _SKIPPED:
+        if str(node.target) in _SKIPPED or not (node.users or writes(node)):
             return None
         if node.target is operator.getitem:
             whole, index = self._arguments(node.args)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper_ir.builder import Value
-from esper_ir.diagnostics import EsperError
-from esper_ir.importers.context import Context, Rule, Scalar, each, known, unsupported
+from esper_ir.importers.context import Context, Rule, Scalar, each, unsupported
 from esper_ir.opdef import Number
 from esper_ir.types import Dim, DType
 
@@ -49,7 +48,7 @@ def _added(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alp
 
 
 def _outer(b: Context, x: Value, y: Value) -> Value:
-    return b.op("mul", b.reshape(x, (*x.type.shape, ONE)), y)
+    return b.op("outer", x, y)
 
 
 def _addr(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alpha: Number = 1) -> Value:
@@ -58,91 +57,65 @@ def _addr(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alph
     return b.op("add", base if beta == 1 else b.op("mul", base, beta), made)
 
 
-# einsum: permuted, multiplied by one batched product per operand, permuted back.
-
-
 def _einsum(b: Context, equation: str, operands: Sequence[Value], path: Any = None) -> Value:
-    left, _, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if "." in equation or any(len(set(t)) < len(t) for t in terms) or "->" not in equation:
-        return _einsum_general(b, terms, right if "->" in equation else None, operands)
-    return _contracted(b, terms, right, operands)
-
-
-def _einsum_general(b: Context, terms: Sequence[str], right: str | None, operands: Sequence[Value]) -> Value:
-    """Dots as letters of their own, the implied result in alphabetic order."""
-    spare = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if all(c not in t for t in terms)]
-    longest = 0
-    sizes = [x.type.rank - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True)]
-    longest = max(n if "..." in t else 0 for t, n in zip(terms, sizes, strict=True))
-    dots = "".join(spare[:longest])
-    full = [t.replace("...", dots[longest - n :]) for t, n in zip(terms, sizes, strict=True)]
-    if right is None:
-        letters = "".join(full)
-        right = dots + "".join(sorted(c for c in set(letters) - set(dots) if letters.count(c) == 1))
-    right = right.replace("...", dots)
-    if any(len(set(t)) < len(t) for t in full):
-        raise unsupported("a letter twice in one operand of einsum", "take the diagonal first")
-    return _contracted(b, full, right, operands)
-
-
-def _contracted(b: Context, terms: Sequence[str], right: str, operands: Sequence[Value]) -> Value:
-    term, value = terms[0], operands[0]
-    for i in range(1, len(terms)):
-        later = set("".join(terms[i + 1 :])) | set(right)
-        term, value = _two(b, (term, value), (terms[i], operands[i]), later)
-    gone = [i for i, c in enumerate(term) if c not in right]
-    if gone:
-        value = b.op("sum", value, dims=tuple(gone))
-        term = "".join(c for c in term if c in right)
-    return b.permute(value, [term.index(c) for c in right])
-
-
-def _two(
-    b: Context, first: tuple[str, Value], second: tuple[str, Value], kept: set[str]
-) -> tuple[str, Value]:
-    """Batch letters in both, rows in the first, columns in the second, the rest summed."""
-    (s, x), (t, y) = (_summed(b, a, set(o) | kept) for a, o in ((first, second[0]), (second, first[0])))
-    batch = [c for c in s if c in t and c in kept]
-    inner = [c for c in s if c in t and c not in kept]
-    rows, columns = [c for c in s if c not in t], [c for c in t if c not in s]
-    sizes = {
-        c: d for term, v in ((s, x), (t, y)) for c, d in zip(term, v.type.shape, strict=True) if d != ONE
-    }
-
-    def size(letters: Sequence[str]) -> Dim:
-        out = ONE
-        for c in letters:
-            out = out * sizes.get(c, ONE)
-        return out
-
-    def laid(term: str, v: Value, *groups: Sequence[str]) -> Value:
-        order = [c for g in groups for c in g]
-        v = b.permute(v, [term.index(c) for c in order])
-        whole = tuple(sizes.get(c, ONE) for c in order)
-        v = v if v.type.shape == whole else b.op("expand", v, shape=whole)
-        return b.reshape(v, (*(sizes.get(c, ONE) for c in groups[0]), size(groups[1]), size(groups[2])))
-
-    made = _product(b, laid(s, x, batch, rows, inner), laid(t, y, batch, inner, columns))
-    letters = [*batch, *rows, *columns]
-    return "".join(letters), b.reshape(made, [sizes.get(c, ONE) for c in letters])
-
-
-def _summed(b: Context, operand: tuple[str, Value], kept: set[str]) -> tuple[str, Value]:
-    term, x = operand
-    gone = tuple(i for i, c in enumerate(term) if c not in kept)
-    return ("".join(c for c in term if c in kept), b.op("sum", x, dims=gone)) if gone else (term, x)
+    return b.op("einsum", *operands, equation=equation.replace(" ", ""), precision=b.precision.matmul)
 
 
 def _tensordot(b: Context, x: Value, y: Value, dims_self: Sequence[int], dims_other: Sequence[int]) -> Value:
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    s = list(letters[: x.type.rank])
-    t = list(letters[x.type.rank : x.type.rank + y.type.rank])
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    s = [next(letters) for _ in range(x.type.rank)]
+    t = [next(letters) for _ in range(y.type.rank)]
     for i, j in zip(dims_self, dims_other, strict=True):
         t[j] = s[i]
     inner = {s[i] for i in dims_self}
-    right = "".join(c for c in (*s, *t) if c not in inner)
-    return _contracted(b, ["".join(s), "".join(t)], right, (x, y))
+    right = [c for c in (*s, *t) if c not in inner]
+    return _einsum(b, f"{''.join(s)},{''.join(t)}->{''.join(right)}", (x, y))
+
+
+def _bilinear(b: Context, x: Value, y: Value, weight: Value, bias: Value | None = None) -> Value:
+    made = _einsum(b, "...i,oij,...j->...o", (x, weight, y))
+    return made if bias is None else b.op("add", made, bias)
+
+
+def _distances(b: Context, x: Value, y: Value, p: float = 2.0, compute_mode: int | None = None) -> Value:
+    """Lengths of all differences of rows."""
+    apart = b.op("sub", _unsqueezed(b, x, -2), _unsqueezed(b, y, -3))
+    if p in (1.0, 2.0):
+        return b.op("norm", apart, p=float(p), dims=(-1,))
+    if p == float("inf"):
+        return b.op("amax", b.op("abs", apart), dims=(-1,))
+    return b.op("pow", b.op("sum", b.op("pow", b.op("abs", apart), float(p)), dims=(-1,)), 1.0 / p)
+
+
+def _unsqueezed(b: Context, x: Value, at: int) -> Value:
+    place = at % (x.type.rank + 1)
+    return b.reshape(x, (*x.type.shape[:place], ONE, *x.type.shape[place:]))
+
+
+# Cells.
+
+
+def _lstm_cell(
+    b: Context,
+    x: Value,
+    state: Sequence[Value],
+    w: Value,
+    u: Value,
+    v: Value | None = None,
+    z: Value | None = None,
+) -> tuple[Value, ...]:
+    held = [t for t in (x, *state, w, u, v, z) if t is not None]
+    return b.many("lstm_cell", *held, precision=b.precision.matmul)
+
+
+def _cell(op: str, **attrs: Any) -> Callable[..., Value]:
+    def convert(
+        b: Context, x: Value, state: Value, w: Value, u: Value, v: Value | None = None, z: Value | None = None
+    ) -> Value:
+        held = [t for t in (x, state, w, u, v, z) if t is not None]
+        return b.op(op, *held, precision=b.precision.matmul, **attrs)
+
+    return convert
 
 
 # Convolutions.
@@ -328,8 +301,6 @@ def _embedding(
 def _padded_rows(b: Context, weight: Value, rows: Value, padding_idx: int) -> Value:
     """The row of padding gets no gradient: its value is read apart from it."""
     made = b.op("embedding", rows, weight)
-    if not known("detach"):
-        raise EsperError("E0406", "a row without a gradient has no counterpart")
     hit = b.reshape(b.op("eq", rows, padding_idx), (*rows.type.shape, ONE))
     return b.op("where", hit, b.op("detach", made), made)
 
@@ -347,6 +318,10 @@ RULES: tuple[Rule, ...] = (
     *each(_linear, "linear.default"), *each(_added, "addmm.default", "baddbmm.default", "addmv.default"),
     *each(_outer, "outer.default", "ger.default"), *each(_addr, "addr.default"),
     *each(_einsum, "einsum.default"), *each(_tensordot, "tensordot.default"),
+    *each(_bilinear, "bilinear.default"), *each(_distances, "_cdist_forward.default", "cdist.default"),
+    *each(_lstm_cell, "lstm_cell.default"), *each(_cell("gru_cell"), "gru_cell.default"),
+    *each(_cell("rnn_cell"), "rnn_tanh_cell.default"),
+    *each(_cell("rnn_cell", nonlinearity="relu"), "rnn_relu_cell.default"),
     *(r for n in (1, 2, 3) for r in (
         *each(_conv(n), f"conv{n}d.default"), *each(_conv_padded(n), f"conv{n}d.padding"),
         *each(_conv_transpose(n), f"conv_transpose{n}d.default", f"conv_transpose{n}d.input"))),

@@ -57,8 +57,8 @@ def _wrapped(b: Context, index: Value, size: Dim) -> Value:
     return b.op("where", b.op("lt", index, 0), b.op("add", index, end), index)
 
 
-def _index(b: Context, x: Value, indices: Sequence[Value | None]) -> Value:
-    """x[.., i, j, ..]: the axes indexed become one, looked up by i * size(j) + j."""
+def _gathered(b: Context, x: Value, indices: Sequence[Value | None]) -> tuple[Value, Value, int, list[int]]:
+    """x with the axes indexed as one, the positions on it (i * size(j) + j), its place, the order of axes."""
     if any(v is not None and v.type.dtype in (DType.bool, DType.uint8) for v in indices):
         raise unsupported(
             "the size of a selection by truth values depends on the data", "use where or masked_fill"
@@ -68,18 +68,23 @@ def _index(b: Context, x: Value, indices: Sequence[Value | None]) -> Value:
     together = axes == list(range(axes[0], axes[0] + len(axes)))
     first = axes[0] if together else 0
     rest = [i for i in range(x.type.rank) if i not in axes]
-    x = b.permute(x, [*rest[:first], *axes, *rest[first:]])
+    order = [*rest[:first], *axes, *rest[first:]]
+    x = b.permute(x, order)
     shape = x.type.shape
     sizes = shape[first : first + len(axes)]
     flat = _wrapped(b, given[0], sizes[0])
+    whole = sizes[0]
     for index, size in zip(given[1:], sizes[1:], strict=True):
         flat = b.op("add", b.op("mul", flat, _number(b, size)), _wrapped(b, index, size))
-    whole = ONE
-    for size in sizes:
         whole = whole * size
-    x = b.reshape(x, (*shape[:first], whole, *shape[first + len(axes) :]))
-    picked = b.op("index_select", x, b.reshape(flat, (flat.type.numel,)), dim=first)
-    return b.reshape(picked, (*shape[:first], *flat.type.shape, *shape[first + len(axes) :]))
+    return b.reshape(x, (*shape[:first], whole, *shape[first + len(axes) :])), flat, first, order
+
+
+def _index(b: Context, x: Value, indices: Sequence[Value | None]) -> Value:
+    """x[.., i, j, ..]."""
+    table, flat, first, _ = _gathered(b, x, indices)
+    picked = b.op("index_select", table, b.reshape(flat, (flat.type.numel,)), dim=first)
+    return b.reshape(picked, (*table.type.shape[:first], *flat.type.shape, *table.type.shape[first + 1 :]))
 
 
 def _number(b: Context, size: Dim) -> Tensor:
@@ -89,21 +94,23 @@ def _number(b: Context, size: Dim) -> Tensor:
 def _index_put(
     b: Context, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Value:
-    """A truth value per element is `where`; positions along the first axis are a scatter of rows."""
+    """x with x[.., i, j, ..] replaced or added to; a truth value per element is `where`."""
     given = [v for v in indices if v is not None]
     if len(given) == 1 and given[0].type.dtype is DType.bool and indices[0] is given[0]:
         return _masked(b, x, given[0], values)
-    if len(given) != 1 or indices[0] is not given[0] or given[0].type.rank != 1:
-        raise unsupported("writing at positions along several axes", "use scatter or where")
-    rows = _wrapped(b, given[0], x.type.shape[0])
-    shape = (rows.type.shape[0], *x.type.shape[1:])
-    source = b.cast(values, x.type.dtype)
+    table, flat, first, order = _gathered(b, x, indices)
+    before, after = table.type.shape[:first], table.type.shape[first + 1 :]
+    rows = b.reshape(flat, (flat.type.numel,))
+    source, shape = b.cast(values, x.type.dtype), (*before, *flat.type.shape, *after)
     source = source if source.type.shape == shape else b.op("expand", source, shape=shape)
+    source = b.reshape(source, (*before, flat.type.numel, *after))
     if accumulate:
-        return b.op("index_add", x, rows, source, dim=0)
-    index = b.reshape(rows, (shape[0], *[ONE] * (x.type.rank - 1)))
-    index = index if index.type.shape == shape else b.op("expand", index, shape=shape)
-    return b.op("scatter", x, index, source, dim=0)
+        made = b.op("index_add", table, rows, source, dim=first)
+    else:
+        index = b.reshape(rows, (*[ONE] * first, flat.type.numel, *[ONE] * len(after)))
+        made = b.op("scatter", table, b.op("expand", index, shape=source.type.shape), source, dim=first)
+    made = b.reshape(made, tuple(x.type.shape[i] for i in order))
+    return b.permute(made, [order.index(i) for i in range(x.type.rank)])
 
 
 def _masked(b: Context, x: Value, mask: Value, values: Value) -> Value:

@@ -310,7 +310,14 @@ def _adaptive(op: str, rank: int) -> Callable[..., Value]:
 
 def _adaptive_max(rank: int) -> Callable[..., tuple[Value | None, ...]]:
     def convert(b: Context, x: Value, output_size: Any) -> tuple[Value | None, ...]:
-        return _adaptive("adaptive_max_pool", rank)(b, x, output_size), None
+        """Positions count within the image."""
+        n, c, *sizes = x.type.shape if x.type.rank == rank + 2 else (ONE, *x.type.shape)
+        wanted = _numbers(output_size, rank)
+        plane = b.reshape(x, (n, c, *([ONE] if rank == 1 else []), *sizes))
+        given = (1, *wanted) if rank == 1 else wanted
+        made = b.many(f"adaptive_max_pool{max(rank, 2)}d_with_indices", plane, output_size=given)
+        shape = (*x.type.shape[: x.type.rank - rank], *wanted)
+        return tuple(b.reshape(v, shape) for v in made)
 
     return convert
 

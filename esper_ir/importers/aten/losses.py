@@ -64,9 +64,11 @@ def _reduced(b: Context, loss: Value, reduction: int) -> Value:
 
 def _bce(b: Context, x: Value, target: Value, weight: Value | None = None, reduction: int = 1) -> Value:
     """-(t log x + (1 - t) log(1 - x)), logarithms not below -100 as in torch."""
+    if weight is None:
+        return b.op("binary_cross_entropy", *_alike(b, x, target), reduction=KINDS[reduction])
     logs = [b.op("clamp", b.op("log", v), min=-100.0) for v in (x, b.op("sub", 1.0, x))]
     loss = b.op("sub", b.op("mul", b.op("sub", target, 1.0), logs[1]), b.op("mul", target, logs[0]))
-    return _reduced(b, loss if weight is None else b.op("mul", loss, weight), reduction)
+    return _reduced(b, b.op("mul", loss, weight), reduction)
 
 
 def _bce_with_logits(
@@ -135,22 +137,44 @@ def _nll(
     reduction: int = 1,
     ignore_index: Any = -100,
 ) -> Value:
-    """-x[target]; a mean divides by the weights of the targets that count."""
-    at = 1 if x.type.rank > 1 else 0
-    valid = b.op("ne", target, ignore_index)
-    safe = b.op("where", valid, target, 0)
-    column = b.reshape(safe, (*safe.type.shape[:at], ONE, *safe.type.shape[at:]))
-    loss = b.op("neg", b.reshape(b.op("gather", x, column, dim=at), target.type.shape))
-    each_weight = None
-    if weight is not None:
-        flat = b.reshape(safe, (safe.type.numel,))
-        each_weight = b.reshape(b.op("index_select", weight, flat, dim=0), target.type.shape)
-        loss = b.op("mul", loss, each_weight)
-    loss = b.op("where", valid, loss, 0.0)
-    if reduction != 1:
-        return _reduced(b, loss, reduction)
-    counted = b.cast(valid, x.type.dtype) if each_weight is None else b.op("where", valid, each_weight, 0.0)
-    return b.op("div", b.op("sum", loss), b.op("sum", counted))
+    operands = (x, target) if weight is None else (x, target, weight)
+    return b.op("nll_loss", *operands, reduction=KINDS[reduction], ignore_index=ignore_index)
+
+
+def _similarity(b: Context, x: Value, y: Value, dim: int = 1, eps: float = 1e-8) -> Value:
+    return b.op("cosine_similarity", *_alike(b, x, y), dim=dim, eps=eps)
+
+
+def _distance(
+    b: Context, x: Value, y: Value, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Value:
+    return b.op("pairwise_distance", *_alike(b, x, y), p=float(p), eps=eps, keepdim=keepdim)
+
+
+def _triplet(
+    b: Context,
+    anchor: Value,
+    positive: Value,
+    negative: Value,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = 1,
+) -> Value:
+    attrs = {"margin": float(margin), "p": float(p), "eps": eps, "swap": swap, "reduction": KINDS[reduction]}
+    return b.op("triplet_margin_loss", anchor, positive, negative, **attrs)
+
+
+def _margin(op: str, default: float) -> Callable[..., Value]:
+    def convert(b: Context, *operands: Value, **attrs: Any) -> Value:
+        """The last two arguments of the schema are the margin and the reduction."""
+        tensors = [o for o in operands if isinstance(o, Value)]
+        rest = [o for o in operands if not isinstance(o, Value)]
+        margin, reduction = (*rest, *[default, 1][len(rest) :])
+        return b.op(op, *tensors, margin=float(margin), reduction=KINDS[int(reduction)])
+
+    return convert
 
 
 RULES: tuple[Rule, ...] = (
@@ -160,5 +184,11 @@ RULES: tuple[Rule, ...] = (
     *each(_bce, "binary_cross_entropy.default"),
     *each(_bce_with_logits, "binary_cross_entropy_with_logits.default"),
     *each(_cross_entropy, "cross_entropy_loss.default"),
+    *each(_pair("soft_margin_loss"), "soft_margin_loss.default"),
+    *each(_similarity, "cosine_similarity.default"), *each(_distance, "pairwise_distance.default"),
+    *each(_triplet, "triplet_margin_loss.default"),
+    *each(_margin("hinge_embedding_loss", 1.0), "hinge_embedding_loss.default"),
+    *each(_margin("margin_ranking_loss", 0.0), "margin_ranking_loss.default"),
+    *each(_margin("cosine_embedding_loss", 0.0), "cosine_embedding_loss.default"),
     *each(_nll, "nll_loss.default", "nll_loss2d.default", "nll_loss_nd.default"),
 )  # fmt: skip

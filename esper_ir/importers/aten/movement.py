@@ -80,8 +80,8 @@ def _repeat(b: Context, x: Value, repeats: Sequence[Scalar]) -> Value:
     lead = len(repeats) - x.type.rank
     sizes = ((ONE,) * max(lead, 0) + x.type.shape) if lead >= 0 else x.type.shape
     times = [Dim.of(1)] * max(-lead, 0) + [dim_of(r) for r in repeats]
-    if all(t == ONE for t in times):
-        return b.reshape(x, sizes)
+    if all(t.static is not None for t in times):
+        return b.op("repeat", x, repeats=tuple(t.static for t in times))
     apart = [d for t, n in zip(times, sizes, strict=True) for d in ((ONE, n) if t != ONE else (n,))]
     wide = [d for t, n in zip(times, sizes, strict=True) for d in ((t, n) if t != ONE else (n,))]
     made = b.op("expand", b.reshape(x, apart), shape=tuple(wide))
@@ -199,6 +199,9 @@ def _flip(b: Context, x: Value, dims: Sequence[int]) -> Value:
 
 
 def _roll(b: Context, x: Value, shifts: Sequence[int], dims: Sequence[int] = ()) -> Value:
+    moved = [x.type.shape[d] for d in dims] or [x.type.numel]
+    if all(d.static is not None for d in moved):
+        return b.op("roll", x, shifts=tuple(shifts), dims=tuple(dims) or None)
     if not dims:
         flat = _rolled(b, b.reshape(x, (x.type.numel,)), shifts[0], 0)
         return b.reshape(flat, x.type.shape)
@@ -208,12 +211,10 @@ def _roll(b: Context, x: Value, shifts: Sequence[int], dims: Sequence[int] = ())
 
 
 def _rolled(b: Context, x: Value, shift: int, dim: int) -> Value:
-    """The last elements first."""
+    """The last elements first, along an axis of symbolic size."""
+    if not shift:
+        return x
     size = x.type.shape[dim]
-    if size.static is not None:
-        shift = shift % size.static if size.static else 0
-        if not shift:
-            return x
     cut = size - shift if shift > 0 else Dim.of(-shift)
     head = b.op("slice", x, dim=dim, start=plain(cut), end=None)
     return b.op("cat", head, b.op("slice", x, dim=dim, start=0, end=plain(cut)), dim=dim)
@@ -253,38 +254,12 @@ def _pad(b: Context, x: Value, pad: Sequence[Scalar], mode: str = "constant", va
 
 
 def _mirrored(b: Context, x: Value, pad: Sequence[Scalar], mode: str) -> Value:
-    """Borders made of the tensor's own elements, axis by axis."""
+    """Borders made of the tensor's own elements."""
+    before, after = [0] * x.type.rank, [0] * x.type.rank
     for i in range(len(pad) // 2):
         at = x.type.rank - 1 - i
-        first, last = (static(p, "a border") for p in (pad[2 * i], pad[2 * i + 1]))
-        x = _sides(b, x, at, first, last, mode)
-    return x
-
-
-def _sides(b: Context, x: Value, at: int, first: int, last: int, mode: str) -> Value:
-    if first < 0 or last < 0:
-        raise unsupported(f"{mode} padding that cuts")
-    size = x.type.shape[at]
-    parts = [x]
-    if first:
-        parts.insert(0, _side(b, x, at, first, size, mode, True))
-    if last:
-        parts.append(_side(b, x, at, last, size, mode, False))
-    return b.op("cat", *parts, dim=at) if len(parts) > 1 else x
-
-
-def _side(b: Context, x: Value, at: int, count: int, size: Dim, mode: str, front: bool) -> Value:
-    def cut(start: Dim, end: Dim) -> Value:
-        return b.op("slice", x, dim=at, start=plain(start), end=plain(end))
-
-    if mode == "circular":
-        return cut(size - count, size) if front else cut(Dim(), Dim.of(count))
-    if mode == "reflect":
-        part = cut(Dim.of(1), Dim.of(count + 1)) if front else cut(size - (count + 1), size - 1)
-        return b.op("flip", part, dims=(at,))
-    edge = cut(Dim(), ONE) if front else cut(size - 1, size)
-    shape = tuple(Dim.of(count) if i == at else d for i, d in enumerate(edge.type.shape))
-    return edge if count == 1 else b.op("expand", edge, shape=shape)
+        before[at], after[at] = (static(p, "a border") for p in (pad[2 * i], pad[2 * i + 1]))
+    return b.op("pad_border", x, mode=mode, before=tuple(before), after=tuple(after))
 
 
 def _border(mode: str) -> Callable[..., Value]:
@@ -300,25 +275,18 @@ def _triangle(op: str) -> Callable[..., Value]:
     return convert
 
 
-def _shuffled(b: Context, x: Value, factor: int, up: bool) -> Value:
-    """[.., c r r, h, w] and [.., c, h r, w r] (torch.nn.PixelShuffle)."""
-    *lead, c, h, w = x.type.shape
-    n, r = len(lead), factor
-    if up:
-        part = b.reshape(x, (*lead, c // (r * r), r, r, h, w))
-        part = b.permute(part, (*range(n), n, n + 3, n + 1, n + 4, n + 2))
-        return b.reshape(part, (*lead, c // (r * r), h * r, w * r))
-    part = b.reshape(x, (*lead, c, h // r, r, w // r, r))
-    part = b.permute(part, (*range(n), n, n + 2, n + 4, n + 1, n + 3))
-    return b.reshape(part, (*lead, c * (r * r), h // r, w // r))
+def _pixels(op: str) -> Callable[..., Value]:
+    """Over the last three axes; others count as one batch."""
 
+    def convert(b: Context, x: Value, factor: int) -> Value:
+        *lead, c, h, w = x.type.shape
+        n = ONE
+        for d in lead:
+            n = n * d
+        made = b.op(op, b.reshape(x, (n, c, h, w)), factor=factor)
+        return b.reshape(made, (*lead, *made.type.shape[1:]))
 
-def _pixel_shuffle(b: Context, x: Value, upscale_factor: int) -> Value:
-    return _shuffled(b, x, upscale_factor, True)
-
-
-def _pixel_unshuffle(b: Context, x: Value, downscale_factor: int) -> Value:
-    return _shuffled(b, x, downscale_factor, False)
+    return convert
 
 
 def _channel_shuffle(b: Context, x: Value, groups: Any) -> Value:
@@ -370,7 +338,8 @@ RULES: tuple[Rule, ...] = (
           "replication_pad3d.default"),
     *each(_border("circular"), "_pad_circular.default"),
     *each(_triangle("tril"), "tril.default"), *each(_triangle("triu"), "triu.default"),
-    *each(_pixel_shuffle, "pixel_shuffle.default"), *each(_pixel_unshuffle, "pixel_unshuffle.default"),
+    *each(_pixels("pixel_shuffle"), "pixel_shuffle.default"),
+    *each(_pixels("pixel_unshuffle"), "pixel_unshuffle.default"),
     *each(_channel_shuffle, "channel_shuffle.default", "native_channel_shuffle.default"),
     *each(_unfold, "unfold.default"), *each(_diagonal, "diagonal.default"),
 )  # fmt: skip

@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from esper_ir.builder import Value
-from esper_ir.importers.context import Context, Rule, Tensor, each, known, unsupported
+from esper_ir.importers.context import Context, Rule, Tensor, each, unsupported
 from esper_ir.opdef import Number
+from esper_ir.ops.rules import torch_dtype
 from esper_ir.types import Dim, DType
 
 PLAIN = (
@@ -72,7 +75,7 @@ def _rsub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
 def _div(b: Context, x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return _pair(b, "div", x, y)
-    return b.op(rounding_mode, _pair(b, "div", x, y))
+    return _pair(b, f"{rounding_mode}_divide", x, y)
 
 
 def _floor_divide(b: Context, x: Tensor, y: Tensor) -> Value:
@@ -119,9 +122,13 @@ def _where(b: Context, condition: Value, x: Tensor, y: Tensor) -> Value:
 
 
 def _masked_fill(b: Context, x: Value, mask: Value, value: Tensor) -> Value:
+    """Whole where the number is of the operand's kind and can be written; else a selection."""
+    mask = b.cast(mask, DType.bool)
     if isinstance(value, Value):
         value = b.cast(value, x.type.dtype)
-    return b.cast(b.op("where", b.cast(mask, DType.bool), value, x), x.type.dtype)
+    elif not isinstance(value, Dim) and math.isfinite(value) and x.type.dtype.is_floating:
+        return b.op("masked_fill", x, mask, value=float(value))
+    return b.cast(b.op("where", mask, value, x), x.type.dtype)
 
 
 def _lerp(b: Context, x: Value, y: Value, weight: Tensor) -> Value:
@@ -153,12 +160,7 @@ def _leaky(b: Context, x: Value, negative_slope: Number = 0.01) -> Value:
 
 
 def _prelu(b: Context, x: Value, weight: Value) -> Value:
-    if known("prelu"):
-        return b.op("prelu", x, weight)
-    slope = weight
-    if weight.type.rank == 1 and x.type.rank > 1:
-        slope = b.reshape(weight, (weight.type.shape[0], *[1] * (x.type.rank - 2)))
-    return b.op("where", b.op("gt", x, 0.0), x, b.op("mul", slope, x))
+    return b.op("prelu", x, weight)
 
 
 def _rrelu(
@@ -205,25 +207,18 @@ def _integral(op: str) -> Callable[..., Value]:
 
 
 def _logit(b: Context, x: Value, eps: float | None = None) -> Value:
-    z = x if eps is None else b.op("clamp", x, min=eps, max=1.0 - eps)
-    return b.op("log", b.op("div", z, b.op("sub", 1.0, z)))
+    return b.op("logit", x, eps=eps)
 
 
-def _xlogy(b: Context, x: Tensor, y: Tensor) -> Value:
-    """0 where x is 0, unless y is NaN."""
-    like = x if isinstance(x, Value) else y
-    assert isinstance(like, Value)
-    y = b.tensor(y, like.type.dtype)
-    zero = b.op(
-        "logical_and", b.op("eq", b.tensor(x, like.type.dtype), 0.0), b.op("logical_not", b.op("isnan", y))
-    )
-    return b.op("where", zero, 0.0, b.op("mul", x, b.op("log", b.op("where", zero, 1.0, y))))
-
-
-def _logaddexp(b: Context, x: Value, y: Value) -> Value:
-    """max + log1p(exp(-|x - y|))."""
-    tail = b.op("log1p", b.op("exp", b.op("neg", b.op("abs", b.op("sub", x, y)))))
-    return b.op("add", b.op("maximum", x, y), tail)
+def _nan_to_num(
+    b: Context, x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Value:
+    if not x.type.dtype.is_floating:
+        return x
+    largest = torch.finfo(torch_dtype(x.type.dtype)).max
+    high = largest if posinf is None else float(posinf)
+    low = -largest if neginf is None else float(neginf)
+    return b.op("nan_to_num", x, nan=float(nan or 0.0), posinf=high, neginf=low)
 
 
 def _sinc(b: Context, x: Value) -> Value:
@@ -233,32 +228,7 @@ def _sinc(b: Context, x: Value) -> Value:
 
 
 def _glu(b: Context, x: Value, dim: int = -1) -> Value:
-    first, second = b.many("chunk", x, dim=dim, chunks=2)
-    return b.op("mul", first, b.op("sigmoid", second))
-
-
-def _nan_to_num(
-    b: Context, x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> Value:
-    if not x.type.dtype.is_floating:
-        return x
-    largest = LARGEST[x.type.dtype]
-    x = b.op("where", b.op("isnan", x), 0.0 if nan is None else nan, x)
-    return (
-        b.op("clamp", x, min=-largest, max=largest)
-        if posinf is None and neginf is None
-        else _ends(b, x, largest if posinf is None else posinf, -largest if neginf is None else neginf)
-    )
-
-
-def _ends(b: Context, x: Value, high: float, low: float) -> Value:
-    infinite = b.op("isinf", x)
-    end = b.op("where", b.op("gt", x, 0.0), b.tensor(high, x.type.dtype), b.tensor(low, x.type.dtype))
-    return b.op("where", infinite, end, x)
-
-
-LARGEST = {DType.float64: 1.7976931348623157e308, DType.float32: 3.4028234663852886e38,
-           DType.bfloat16: 3.3895313892515355e38, DType.float16: 65504.0}  # fmt: skip
+    return b.op("glu", x, dim=dim)
 
 
 def _same(b: Context, x: Value, *rest: Any, **more: Any) -> Value:
@@ -342,8 +312,9 @@ RULES: tuple[Rule, ...] = (
     *each(_gelu, "gelu.default"), *each(_softplus, "softplus.default"), *each(_hardtanh, "hardtanh.default"),
     *each(_shrink("softshrink"), "softshrink.default"), *each(_shrink("hardshrink"), "hardshrink.default"),
     *each(_threshold, "threshold.default"), *each(_round, "round.decimals"), *each(_logit, "logit.default"),
-    *each(_xlogy, "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
-    *each(_logaddexp, "logaddexp.default"), *each(_sinc, "sinc.default"), *each(_glu, "glu.default"),
+    *each(_binary("xlogy"), "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
+    *each(_binary("logaddexp"), "logaddexp.default"),
+    *each(_sinc, "sinc.default"), *each(_glu, "glu.default"),
     *each(_nan_to_num, "nan_to_num.default"),
     *each(_same, "clone.default", "contiguous.default", "lift_fresh_copy.default", "lift.default",
           "alias.default",
