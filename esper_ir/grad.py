@@ -33,9 +33,12 @@ class Joint:
 
 
 def _dependent(graph: Graph, wanted: Sequence[str]) -> set[str]:
-    """Floating values that depend on a wanted input."""
+    """Floating values that depend on a wanted input, by ways on which nothing counts as a constant."""
     found = set(wanted)
     for node in graph.nodes:
+        rule = lookup(node.op).vjp
+        if isinstance(rule, NotDifferentiable) and rule.constant:
+            continue
         if any(r in found for r in node.tensors):
             pairs = zip(node.outputs, node.types, strict=True)
             found.update(name for name, kind in pairs if kind.dtype.is_floating)

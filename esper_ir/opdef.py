@@ -137,7 +137,12 @@ Lowering = Pointwise | Reduction | Movement | Contraction | Composite | Creation
 
 @dataclass(frozen=True)
 class NotDifferentiable:
+    """Why there is no gradient. `constant`: the result counts as a constant by intention, so that asking for
+    a gradient through it is no error and gives zero.
+    """
+
     reason: str
+    constant: bool = False
 
 
 @dataclass(frozen=True)

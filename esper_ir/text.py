@@ -121,7 +121,7 @@ def _object(value: Any, where: str, required: Sequence[str], optional: Sequence[
 
 def _name(value: Any, where: str, pattern: re.Pattern[str] = NAME) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        hint = "letters, digits, _ and (not for dims) dots; a letter, _ or a number with a dot first; at most 255"
+        hint = "letters, digits, _ and (not for dims) dots; a letter, _ or `0.` first; at most 255"
         raise EsperError("E0107", f"{where}: bad name {str(value)[:64]!r}", hint=hint)
     return value
 

@@ -24,11 +24,12 @@ PLAIN = (
     "isnan", "isinf", "isfinite", "logical_not", "detach", "round", "floor",
 )  # fmt: skip
 OTHER_NAMES = {
-    "log_sigmoid": "logsigmoid", "fix": "trunc", "absolute": "abs", "negative": "neg", "arcsin": "asin",
+    "log_sigmoid": "logsigmoid", "absolute": "abs", "negative": "neg", "arcsin": "asin",
     "arccos": "acos", "arctan": "atan", "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh",
-    "sgn": "sign",
     "special_expit": "sigmoid", "special_erf": "erf", "special_erfc": "erfc", "special_exp2": "exp2",
 }  # fmt: skip
+ROUND = ("ceil", "trunc", "floor", "round")
+FLAT = (*ROUND, "sign")
 PAIRS = ("maximum", "minimum", "atan2", "hypot", "logical_and", "logical_or", "logical_xor")
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 ALSO_COMPARED = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
@@ -75,7 +76,7 @@ def _rsub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
 def _div(b: Context, x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return _pair(b, "div", x, y)
-    return _pair(b, f"{rounding_mode}_divide", x, y)
+    return _pair(b, f"{rounding_mode}_divide", _flat(b, x), _flat(b, y))
 
 
 def _floor_divide(b: Context, x: Tensor, y: Tensor) -> Value:
@@ -198,12 +199,21 @@ def _threshold(b: Context, x: Value, threshold: Number, value: Number) -> Value:
 
 def _round(b: Context, x: Value, decimals: int = 0) -> Value:
     scale = 10.0**decimals
-    return b.op("div", b.op("round", b.op("mul", x, scale)), scale)
+    return b.op("div", b.op("round", b.op("mul", _flat(b, x), scale)), scale)
 
 
-def _integral(op: str) -> Callable[..., Value]:
+def _flat(b: Context, x: Tensor) -> Tensor:
+    """The operand of what is piecewise constant: torch's gradient is zero, the language has none there."""
+    return b.op("detach", x) if isinstance(x, Value) and x.type.dtype.is_floating else x
+
+
+def _rounded(op: str) -> Callable[..., Value]:
     """Integers are round already."""
-    return lambda b, x: b.op(op, x) if x.type.dtype.is_floating else x
+    return lambda b, x: b.op(op, _flat(b, x)) if x.type.dtype.is_floating else x
+
+
+def _sign(b: Context, x: Value) -> Value:
+    return b.op("sign", _flat(b, x))
 
 
 def _logit(b: Context, x: Value, eps: float | None = None) -> Value:
@@ -275,9 +285,9 @@ def _pow(b: Context, x: Tensor, y: Tensor) -> Value:
 
 
 RULES: tuple[Rule, ...] = (
-    *(r for n in PLAIN if n not in ("ceil", "trunc", "floor", "round") for r in each(_unary(n),
+    *(r for n in PLAIN if n not in FLAT for r in each(_unary(n),
           f"{n}.default")),
-    *(r for n in ("ceil", "trunc", "floor", "round") for r in each(_integral(n), f"{n}.default")),
+    *(r for n in ROUND for r in each(_rounded(n), f"{n}.default")),
     *(r for n, o in OTHER_NAMES.items() for r in each(_unary(o), f"{n}.default")),
     *(r for n in PAIRS for r in each(_binary(n), f"{n}.default")),
     *(r for n in COMPARED for r in each(_compared(n), f"{n}.Tensor", f"{n}.Scalar")),
@@ -311,7 +321,9 @@ RULES: tuple[Rule, ...] = (
     *each(_prelu, "prelu.default", "_prelu_kernel.default"), *each(_rrelu, "rrelu.default"),
     *each(_gelu, "gelu.default"), *each(_softplus, "softplus.default"), *each(_hardtanh, "hardtanh.default"),
     *each(_shrink("softshrink"), "softshrink.default"), *each(_shrink("hardshrink"), "hardshrink.default"),
-    *each(_threshold, "threshold.default"), *each(_round, "round.decimals"), *each(_logit, "logit.default"),
+    *each(_threshold, "threshold.default"), *each(_sign, "sign.default", "sgn.default"),
+    *each(_rounded("trunc"), "fix.default"),
+    *each(_round, "round.decimals"), *each(_logit, "logit.default"),
     *each(_binary("xlogy"), "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
     *each(_binary("logaddexp"), "logaddexp.default"),
     *each(_sinc, "sinc.default"), *each(_glu, "glu.default"),
