@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# What steers a terminal or turns the direction of writing; line ends and tabs are left.
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
 
 # Exit codes of every command line tool of the project.
 EXIT_OK = 0
@@ -20,6 +23,13 @@ EXIT_CONFLICT = 14
 EXIT_LIMIT = 15
 EXIT_BACKEND = 16
 EXIT_INTERRUPTED = 130
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: names and reasons come from files of others, and control characters in them are
+    shown, not obeyed.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class EsperError(Exception):
@@ -56,7 +66,7 @@ class EsperError(Exception):
         lines += [str(d) for d in self.diagnostics]
         if self.hint:
             lines.append(f"  hint: {self.hint}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:
         """The same as data, for `--json`."""

@@ -17,7 +17,7 @@ from library.loading import open_provenance, open_verdict
 from library.manifest import unpack
 from library.query import facts_of, known_facts
 from library.records import ARCHIVED, SUPERSEDED, VALIDATED, ArtifactRecord, Verdict
-from library.verdicts import newest_annotation, open_annotation, read_verdict
+from library.verdicts import open_annotation, signed_facts
 
 CORRUPT, UNTRUSTED, UNAVAILABLE, REFUSED = "corrupt", "untrusted", "unavailable", "revoked"
 # Columns of an artifact's row that its container states.
@@ -190,9 +190,7 @@ def _check_facts(look: _Look, record: ArtifactRecord) -> None:
         return
     wanted = None
     if record.state == VALIDATED:
-        verdict = read_verdict(look.lib, record)
-        report = {**(verdict.report if verdict else {}), **newest_annotation(look.lib, record)}
-        wanted = facts_of(record, report)
+        wanted = facts_of(record, signed_facts(look.lib, record))
     found = known_facts(look.lib.index, record.id)
     if found != wanted:
         raise fail("E0763", f"queries know {found} of {record.id}, it was signed as {wanted}")

@@ -137,7 +137,8 @@ def import_bundle(core: Core, data: bytes, *, dry_run: bool = False) -> list[str
     document = core.trust.document()
     refuse_old_trust(core.trust, index["trust"])
     proven = _checkpoint(index, document)
-    arrivals = [_arrival(item, objects, document, proven) for item in index["artifacts"]]
+    listed = _list(index["artifacts"], "artifacts")
+    arrivals = [_arrival(item, objects, document, proven) for item in listed]
     ids = [a.unpacked.manifest["artifact_id"] for a in arrivals]
     if len(set(ids)) != len(ids):
         raise fail("E0770", "bundle lists an artifact twice")
@@ -219,8 +220,8 @@ def _objects(index: dict[str, Any], data: bytes, at: int) -> dict[str, bytes]:
         if not isinstance(row, dict) or row.keys() != {"digest", "size"} or type(row["size"]) is not int:
             raise fail("E0770", "bundle's list of objects is malformed")
         digest, end = row["digest"], at + row["size"]
-        if row["size"] < 0 or end > len(data) or digest in objects:
-            raise fail("E0770", f"object {digest} runs past the end of the file or is listed twice")
+        if not isinstance(digest, str) or row["size"] < 0 or end > len(data) or digest in objects:
+            raise fail("E0770", f"object {str(digest)[:80]} runs past the end of the file or is listed twice")
         content = data[at:end]
         if sha256_hex(content) != digest:
             raise fail("E0730", f"object {digest} in the bundle does not match its digest")
@@ -254,10 +255,10 @@ def _checkpoint(index: dict[str, Any], document: TrustDocument) -> tuple[int, by
         return None
     keys = {**document.role_keys("compiler"), **document.role_keys("validator")}
     opened = dsse.open_envelope(envelope, dsse.CHECKPOINT, keys, what="bundle's checkpoint")
-    value = parse_json(opened.payload)
-    if value.get("origin") != index["origin"]:
+    head = ledger.read_checkpoint(opened.payload, "bundle's checkpoint")
+    if head.origin != index["origin"]:
         raise fail("E0762", "bundle's checkpoint is of another library")
-    return int(value["size"]), bytes.fromhex(value["root"])
+    return head.size, head.root
 
 
 def _arrival(

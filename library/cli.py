@@ -13,7 +13,7 @@ import click
 from library import cli_keep, cli_trust, history, jobs, lineage, seen
 from library.audit import verify_library
 from library.bundle import read_bundle, read_file
-from library.cli_base import Tool, as_json, emit, reading, table, when, writing
+from library.cli_base import Tool, as_json, emit, reading, say, table, when, writing
 from library.contracts import KernelQuery
 from library.doctor import examine
 from library.records import ArtifactRecord
@@ -93,16 +93,14 @@ def show_command(context: click.Context, artifact: str, as_json: bool) -> None:
         return
     for key, value in record.to_json().items():
         if value != "":
-            click.echo(f"{key:15} {when(value) if key == 'created' else value}")
+            say(f"{key:15} {when(value) if key == 'created' else value}")
     for file in document["side_files"]:
-        click.echo(f"{'beside':15} {file['name']} ({file['size']} bytes)")
+        say(f"{'beside':15} {file['name']} ({file['size']} bytes)")
     verdict = document["verdict"]
     if verdict:
-        click.echo(
-            f"{'verdict':15} {verdict['result']} at {when(verdict['time'])} by key {verdict['keyid'][:16]}"
-        )
+        say(f"{'verdict':15} {verdict['result']} at {when(verdict['time'])} by key {verdict['keyid'][:16]}")
     for key, value in document["annotation"].items():
-        click.echo(f"{key:15} {value}")
+        say(f"{key:15} {value}")
 
 
 def described(lib: Library, record: ArtifactRecord) -> dict[str, Any]:
@@ -159,7 +157,7 @@ def query_command(context: click.Context, as_json: bool, explain: bool, **option
     ]
     table(("ARTIFACT", "P99 MS", "MB", "RISK", "TAGS"), lines)
     for refusal in result.refused:
-        click.echo(f"  not {refusal.artifact_id}: {refusal.reason}")
+        say(f"  not {refusal.artifact_id}: {refusal.reason}")
 
 
 def _known(value: float | None) -> str:
@@ -188,7 +186,7 @@ def lineage_command(
     for line in lines or [
         f"{e.distance}  {e.parent[:12]} -> {e.child[:12]}  {e.relation} {e.mutation}" for e in edges
     ]:
-        click.echo(line)
+        say(line)
 
 
 @main.command("diff")
@@ -203,7 +201,7 @@ def diff_command(context: click.Context, one: str, two: str, as_json: bool) -> N
     if as_json:
         emit("diff", {"lines": lines})
     else:
-        click.echo("\n".join(lines) if lines else "no difference")
+        say("\n".join(lines) if lines else "no difference")
 
 
 @main.command("verify")
@@ -235,10 +233,10 @@ def verify_command(
         emit("verify", {**report.to_json(), "repairs": [r.__dict__ for r in done]})
     else:
         for item in done:
-            click.echo(f"{item.artifact_id}: {item.what} {item.action}")
-        click.echo(f"checked {report.checked} artifacts: {report.summary()}")
+            say(f"{item.artifact_id}: {item.what} {item.action}")
+        say(f"checked {report.checked} artifacts: {report.summary()}")
         for finding in report.findings:
-            click.echo(f"  {finding.kind:11} {finding.code} {finding.subject}: {finding.message}")
+            say(f"  {finding.kind:11} {finding.code} {finding.subject}: {finding.message}")
     sys.exit(report.exit_code())
 
 
@@ -278,10 +276,10 @@ def audit_command(
         emit("audit", report.to_json())
     else:
         signed = f"{report.checkpoints} checkpoints, signed up to entry {report.signed}"
-        click.echo(f"{report.entries} entries, {signed}, head {report.root}")
+        say(f"{report.entries} entries, {signed}, head {report.root}")
         for finding in report.findings:
-            click.echo(f"  {finding.code} {finding.subject}: {finding.message}")
-        click.echo("all sound" if not report.findings else f"first bad entry: {report.first_bad or 'none'}")
+            say(f"  {finding.code} {finding.subject}: {finding.message}")
+        say("all sound" if not report.findings else f"first bad entry: {report.first_bad or 'none'}")
     sys.exit(11 if report.findings else 0)
 
 
@@ -295,7 +293,7 @@ def doctor_command(context: click.Context, as_json: bool) -> None:
         emit("doctor", {"facts": facts, "ok": good})
     else:
         for key, value in facts.items():
-            click.echo(f"{key:18} {value}")
+            say(f"{key:18} {value}")
     sys.exit(0 if good else 1)
 
 

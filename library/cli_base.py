@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
+from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError, printable
 from library.paths import os_error
 from library.store import Library
 
@@ -64,10 +64,19 @@ def writing(context: click.Context, *roles: str) -> Library:
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
     """Aligned columns on stdout, plain enough to pipe."""
-    cells = [tuple(head), *(tuple(str(c) for c in line) for line in lines)]
+    cells = [tuple(head), *(tuple(_cell(c) for c in line) for line in lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     for line in cells:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    return printable(str(value)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def say(text: str) -> None:
+    """A line on stdout in which nothing steers the terminal."""
+    click.echo(printable(text))
 
 
 def when(seconds: float) -> str:

@@ -9,7 +9,7 @@ import click
 from esper_ir.diagnostics import EsperError
 from library import curate
 from library.bundle import export_bundle, import_bundle, read_file
-from library.cli_base import as_json, emit, reading, table, writing
+from library.cli_base import as_json, emit, reading, say, table, writing
 from library.gc import GRACE_S
 from library.hub import export_kernel
 from library.keys import key_path
@@ -64,9 +64,9 @@ def curate_command(
         ("ARTIFACT", "WORTH", "BYTES", "WHY"),
         [(p.artifact_id, f"{p.worth:.3g}", p.bytes, p.reason) for p in plans],
     )
-    click.echo(f"{varied.artifacts} validated artifacts of {varied.blueprints} blueprints")
+    say(f"{varied.artifacts} validated artifacts of {varied.blueprints} blueprints")
     for name, bits in varied.entropy_bits.items():
-        click.echo(f"  {name:10} {varied.kinds[name]} kinds, {bits:.2f} bits")
+        say(f"  {name:10} {varied.kinds[name]} kinds, {bits:.2f} bits")
 
 
 @click.command("archive")
@@ -222,4 +222,4 @@ def _told(as_json: bool, name: str, facts: dict[str, object]) -> None:
         emit(name, facts)
         return
     for key, value in facts.items():
-        click.echo(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+        say(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")

@@ -145,12 +145,10 @@ def open_checkpoint(core: Core, size: int, envelope: bytes) -> bytes:
     document = core.trust.document()
     keys = {**document.role_keys("compiler"), **document.role_keys("validator")}
     opened = dsse.open_envelope(envelope, dsse.CHECKPOINT, keys, what=f"checkpoint {size}")
-    value = parse_json(opened.payload)
-    if value.get("origin") != core.origin or value.get("size") != size:
-        raise fail(
-            "E0762", f"checkpoint stored at {size} is about {value.get('origin')} at {value.get('size')}"
-        )
-    return bytes.fromhex(value["root"])
+    head = ledger.read_checkpoint(opened.payload, f"checkpoint {size}")
+    if (head.origin, head.size) != (core.origin, size):
+        raise fail("E0762", f"checkpoint stored at {size} is about {head.origin} at {head.size}")
+    return head.root
 
 
 def _check_state(index: Index, frontier: Frontier, head: bytes) -> list[Finding]:

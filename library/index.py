@@ -221,8 +221,11 @@ class Index:
             os.close(fd)
 
     def run(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """One statement inside `write()`."""
-        return self.connection.execute(statement, values).fetchall()
+        """One statement inside `write()`. E0720 for a number that no column holds."""
+        try:
+            return self.connection.execute(statement, values).fetchall()
+        except OverflowError as error:
+            raise fail("E0720", f"a number does not fit in 64 bits: {error}") from error
 
     def migrate(self, migrations: Sequence[str] = MIGRATIONS) -> int:
         """Bring the tables up to the last migration, each in the one transaction; the version now reached."""

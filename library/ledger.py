@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from library import dsse
@@ -23,6 +24,7 @@ from library.records import LedgerEntry
 
 GENESIS = b"\0" * 32
 CHECKPOINT_EVERY = 256
+CHECKPOINT_TYPE = "esper-checkpoint/1"
 
 
 def begin(index: Index, origin: str) -> None:
@@ -88,13 +90,35 @@ def checkpoint_payload(origin: str, frontier: Frontier) -> bytes:
     """What a checkpoint signs."""
     return canonical_json(
         {
-            "type": "esper-checkpoint/1",
+            "type": CHECKPOINT_TYPE,
             "origin": origin,
             "size": frontier.size,
             "root": frontier.root().hex(),
             "time": time.time(),
         }
     )
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a checkpoint says."""
+
+    origin: str
+    size: int
+    root: bytes
+
+
+def read_checkpoint(payload: bytes, what: str) -> Head:
+    """The parts of a payload whose signature holds; E0745 for another form."""
+    try:
+        value = parse_json(payload)
+        if value.keys() != {"type", "origin", "size", "root", "time"} or value["type"] != CHECKPOINT_TYPE:
+            raise ValueError("fields or type not known")
+        if type(value["size"]) is not int or not isinstance(value["origin"], str):
+            raise ValueError("size or origin of another kind")
+        return Head(value["origin"], value["size"], bytes.fromhex(value["root"]))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise fail("E0745", f"{what} is malformed: {error}") from error
 
 
 def checkpoint(index: Index, origin: str, signer: Signer) -> int:

@@ -122,6 +122,8 @@ def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: byte
         raise fail(
             "E0746", f"verdict is for {verdict.arch!r}, the record for {record.arch!r}", node=record.id
         )
+    if predicate.get("blueprint") != record.blueprint or predicate.get("stage") != 1:
+        raise fail("E0746", f"verdict on {record.id} is about another blueprint or stage", node=record.id)
     if predicate.get("policy") in document.revoked_policies:
         raise fail("E0742", f"the policy that validated {record.id} was revoked", node=record.id)
     return verdict
@@ -131,9 +133,13 @@ def _verdict(artifact_id: str, keyid: str, predicate: dict[str, Any]) -> Verdict
     texts = {name: predicate.get(name) for name in ("arch", "result", "card", "reason", "report")}
     policy, when = predicate.get("policy"), predicate.get("time")
     odd = [name for name, value in texts.items() if not isinstance(value, str)]
-    if odd or type(when) not in (int, float) or not isinstance(policy, str | None):
+    if odd or type(when) not in (int, float) or not isinstance(policy, str | None) or not _fits(when):
         raise fail("E0745", f"verdict on {artifact_id} has malformed fields", node=artifact_id)
     return Verdict(artifact_id, keyid=keyid, time=float(when or 0), **{n: str(v) for n, v in texts.items()})
+
+
+def _fits(when: Any) -> bool:
+    return abs(when) < 1 << 53
 
 
 def open_provenance(index: Index, trust: TrustStore, record: ArtifactRecord) -> dict[str, Any]:
@@ -153,7 +159,9 @@ def open_provenance_bytes(document: TrustDocument, record: ArtifactRecord, envel
     )
     refuse_revoked(document, opened.keyids, record.seq, record.id)
     predicate = dsse.read_statement(opened.payload, record.id, record.digest, dsse.PROVENANCE)
-    files = predicate.get("side_files")
+    files, build = predicate.get("side_files"), predicate.get("build")
+    if not isinstance(build, dict) or not isinstance(predicate.get("toolchain"), dict):
+        raise fail("E0745", f"provenance of {record.id} has malformed fields", node=record.id)
     if not isinstance(files, dict) or not all(_is_side_file(n, d) for n, d in files.items()):
         raise fail("E0745", f"provenance of {record.id} has malformed side files", node=record.id)
     if predicate.get("blueprint") != record.blueprint:

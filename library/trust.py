@@ -29,6 +29,7 @@ from library.paths import check_private, make_private, os_error
 DOCUMENT = "trust.json"
 HIGHEST = "highest"
 LIFETIME_S = 3 * 365 * 86400
+_MAX_NUMBER = 1 << 53
 _FIELDS = {
     "type",
     "version",
@@ -80,18 +81,19 @@ class TrustDocument:
 
     @staticmethod
     def from_json(data: Any) -> TrustDocument:
-        """Strict: unknown fields, keys whose id is not their digest, roles of unknown keys are E0751."""
+        """Strict: unknown fields, values of another kind, keys whose id is not their digest, roles of unknown
+        keys are E0751.
+        """
         try:
-            if data.keys() != _FIELDS or data["type"] != "esper-trust/1":
-                raise ValueError("fields or type not known")
+            _check_kinds(data)
             keys = {keyid: base64.b64decode(text, validate=True) for keyid, text in data["keys"].items()}
-            roles = {n: Role(tuple(r["keyids"]), int(r["threshold"])) for n, r in data["roles"].items()}
+            roles = {n: Role(tuple(r["keyids"]), r["threshold"]) for n, r in data["roles"].items()}
             document = TrustDocument(
-                int(data["version"]),
+                data["version"],
                 float(data["expires"]),
                 keys,
                 roles,
-                {keyid: int(sequence) for keyid, sequence in data["revoked_keys"].items()},
+                dict(data["revoked_keys"]),
                 frozenset(data["revoked_artifacts"]),
                 frozenset(data["revoked_policies"]),
             )
@@ -113,6 +115,23 @@ class TrustDocument:
                 raise ValueError(f"threshold of role {name} cannot be met")
             if any(keyid not in self.keys for keyid in role.keyids):
                 raise ValueError(f"role {name} names an unknown key")
+
+
+def _check_kinds(data: Any) -> None:
+    """ValueError unless every part of a trust document is of its kind."""
+    if data.keys() != _FIELDS or data["type"] != "esper-trust/1":
+        raise ValueError("fields or type not known")
+    roles = list(data["roles"].values())
+    lists = [data["revoked_artifacts"], data["revoked_policies"], *(r["keyids"] for r in roles)]
+    numbers = [data["version"], *data["revoked_keys"].values(), *(r["threshold"] for r in roles)]
+    if any(role.keys() != {"keyids", "threshold"} for role in roles):
+        raise ValueError("a role has other fields")
+    if not all(isinstance(v, list) and all(isinstance(text, str) for text in v) for v in lists):
+        raise ValueError("a list of texts is of another kind")
+    if not all(type(n) is int and 0 < n < _MAX_NUMBER for n in numbers):
+        raise ValueError("a number is of another kind or out of range")
+    if type(data["expires"]) not in (int, float) or not 0 <= data["expires"] < _MAX_NUMBER:
+        raise ValueError("expiry is not a time")
 
 
 class TrustStore:

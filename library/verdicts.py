@@ -17,6 +17,7 @@ from library.resolve import not_found
 from library.trust import TrustDocument
 
 MAX_REPORT_BYTES = 16 << 20
+_MAX_VERSION = 1 << 53
 ANNOTATED = ("generated_tags", "risk_score", "conf_level", "urabrask_interest")
 
 
@@ -77,7 +78,7 @@ def insert_verdict(
     if record.state != result:
         rows.set_artifact_state(core.index, artifact_id, result, values["reason"])
     if result == VALIDATED:
-        query.write_facts(core.index, num, record, {**report, **newest_annotation(core, record)})
+        query.write_facts(core.index, num, record, merged(report, newest_annotation(core, record)))
 
 
 def read_verdict(core: Core, record: ArtifactRecord) -> VerdictRecord | None:
@@ -131,7 +132,7 @@ def insert_annotation(
     seq = ledger.append(core.index, "artifact.annotated", record.id, data)
     num = rows.artifact_num(core.index, record.id)
     rows.add_annotation(core.index, num, (version, keyid, envelope, predicate["time"], seq))
-    query.write_facts(core.index, num, record, {**report, **predicate["annotation"]})
+    query.write_facts(core.index, num, record, merged(report, predicate["annotation"]))
 
 
 def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:
@@ -157,6 +158,7 @@ def open_annotation(
     if (
         predicate.keys() != {"version", "time", "annotation"}
         or type(predicate["version"]) is not int
+        or not 0 < predicate["version"] < _MAX_VERSION
         or type(predicate["time"]) not in (int, float)
         or not isinstance(predicate["annotation"], dict)
     ):
@@ -168,6 +170,17 @@ def rank_again(core: Core, record: ArtifactRecord) -> None:
     """Write what find() knows about a VALIDATED artifact from its signed verdict and annotation; inside a
     transaction.
     """
+    query.write_facts(
+        core.index, rows.artifact_num(core.index, record.id), record, signed_facts(core, record)
+    )
+
+
+def signed_facts(core: Core, record: ArtifactRecord) -> dict[str, Any]:
+    """What validators signed about an artifact: the newest verdict's report under the newest annotation."""
     verdict = read_verdict(core, record)
-    report = {**(verdict.report if verdict else {}), **newest_annotation(core, record)}
-    query.write_facts(core.index, rows.artifact_num(core.index, record.id), record, report)
+    return merged(verdict.report if verdict else {}, newest_annotation(core, record))
+
+
+def merged(report: Mapping[str, Any], annotation: Mapping[str, Any]) -> dict[str, Any]:
+    """An annotation speaks about its own fields only, whatever else it holds."""
+    return {**report, **{name: annotation[name] for name in ANNOTATED if name in annotation}}

@@ -76,8 +76,10 @@ def respell(data: bytes, change: Callable[[dict[str, Any], dict[str, bytes]], No
     index, objects = read_bundle(data)
     change(index, objects)
     order = [row["digest"] for row in index["objects"]]
-    text = canonical_json(index)
-    parts = [objects.get(digest, b"") for digest in order]
+    return framed(canonical_json(index), [objects.get(digest, b"") for digest in order])
+
+
+def framed(text: bytes, parts: list[bytes]) -> bytes:
     return b"".join([MAGIC, struct.pack("<Q", len(text)), text, *parts])
 
 

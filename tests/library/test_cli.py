@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json
 from library.cli import main
 from library.errors import CODES
+from library.manifest import pack
 from library.records import ARCHIVED, REVOKED, SUPERSEDED, VALIDATED
 from library.store import Library
-from tests.library.helpers import contents, flip, make_container, object_path, validated
+from tests.library.helpers import contents, flip, make_container, make_manifest, object_path, validated
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -255,3 +257,33 @@ def test_every_promise_of_the_manual_names_a_test() -> None:
 
 def test_exit_codes_of_the_errors() -> None:
     assert {code for code, _ in CODES.values()} == {2, 10, 11, 12, 13, 14, 15, 16}
+
+
+def test_names_do_not_steer_the_terminal(home: Path) -> None:
+    """A block's name, a reason and a report come from files of others."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b31mred\u202egnp.exe\nsecond\tline"
+    manifest = make_manifest()
+    blueprint = {**manifest["blueprint"], "name": evil}
+    with Library.open(home) as lib:
+        record = lib.put_artifact(pack({**manifest, "blueprint": blueprint}, [("code", "elf", b"x")]))
+        lib.record_verdict(record.id, {"policy": "p", "generated_tags": [f"t{evil[:4]}"]}, passed=True)
+        other = lib.put_artifact(make_container(2)).id
+        lib.record_verdict(other, {}, passed=False, reason=evil)
+        lib.revoke(record.id, evil)
+    commands = (
+        ["ls"],
+        ["ls", "--blueprints"],
+        ["show", record.id],
+        ["show", other],
+        ["query", "--explain"],
+        ["verify", "--contents"],
+        ["lineage", record.blueprint],
+    )
+    for command in commands:
+        result = CliRunner().invoke(main, command)
+        text = result.output
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text), (command, text)
+    assert "second\\tline" in run("ls").stdout, "shown, in one line"
+    with pytest.raises(EsperError) as error, Library.open(home, readonly=True) as lib:
+        lib.load(record.id)
+    assert "\x1b" not in str(error.value) and "\\x1b" in str(error.value)
