@@ -11,7 +11,7 @@ RESULTS=${1:-${OUT:-$HOME_OF_RUN/results}}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$RESULTS"
 exec > >(tee -a "$RESULTS/log.txt") 2>&1
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONUNBUFFERED=1
 FAILED=""
 
 step() {  # step SECONDS NAME COMMAND...
@@ -35,6 +35,9 @@ read -r ESPER_COMMIT ESPER_DIRTY < "$HOME_OF_RUN/commit" && export ESPER_COMMIT 
 export ESPER_LIBRARY="$HOME_OF_RUN/library" ESPER_KEYS="$HOME_OF_RUN/trust"
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv
+unset PYTHONDONTWRITEBYTECODE
+"$PYTHON" -m compileall -q esper_ir library runtime  # as an installed package is
+export PYTHONDONTWRITEBYTECODE=1
 if ! "$PYTHON" -c "import runtime._native" 2>/dev/null; then
     include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
     step 60 native gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030b0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so

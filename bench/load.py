@@ -47,6 +47,10 @@ start = time.perf_counter()
 x = torch.ones(256, 256, device=device)
 (x @ x).sum().item()
 context_s = time.perf_counter() - start
+# torch's own first backward: threads, and some five hundred modules that it imports only then.
+start = time.perf_counter()
+torch.autograd.grad((x.requires_grad_() * 2).sum(), x)
+backward_s = time.perf_counter() - start
 generator = torch.Generator().manual_seed(0)
 def made(shape, dtype):
     return torch.randn(shape, generator=generator).to(device, getattr(torch, dtype))
@@ -81,7 +85,7 @@ except OSError:
     home = "read-only"
 import shutil
 print(json.dumps({"first_step_ms": total, **times, "import_torch_ms": 1e3 * torch_s,
-    "context_ms": 1e3 * context_s,
+    "context_ms": 1e3 * context_s, "torch_backward_ms": 1e3 * backward_s,
     "processes_started": started, "triton": "triton" in sys.modules, "home": home,
     "compilers": [c for c in ("gcc", "cc", "clang", "nvcc", "ptxas") if shutil.which(c)],
     "launches": block.report()["counters"]["launches"]}))

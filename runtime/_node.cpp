@@ -255,7 +255,7 @@ struct EsperBackward : public Node {
             if (known && execute(known->plan, slots, shared)) {
                 variable_list out(wanted.size());
                 for (size_t i = 0; i < out.size(); i++)
-                    if (known->returns[i] >= 0) out[i] = std::move(slots[known->returns[i]]);
+                    if (known->returns[i] >= 0) out[i] = slots[known->returns[i]];  // several inputs may share one
                 return out;
             }
             slots.resize(given);
@@ -379,11 +379,12 @@ PyObject* wrapped(const Path& path, std::vector<Tensor>& slots) {
 
 PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t n) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK_TYPE(n == 2, "call(block, tensors: list)");
+    TORCH_CHECK_TYPE(n == 2, "call(block or None, tensors: list)");
+    if (args[0] == Py_None) Py_RETURN_NONE;
     Block* block = block_of(args[0]);
     const auto shared = block->shared;
     std::vector<Tensor> slots;
-    slots.reserve(shared->dtypes.size() + 16);
+    slots.reserve(shared->dtypes.size() + 8);
     static thread_local Key key;
     key.clear();
     bool asked = false;

@@ -158,8 +158,10 @@ class Block(nn.Module):
             raise functions.no_transform(self._name)
         if _profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"esper::{self._blueprint}"):
-                return self._call(tensors)
-        return self._call(tensors)
+                made = _known(self._state.node, tensors)
+                return self._call(tensors) if made is None else made
+        made = _known(self._state.node, tensors)
+        return self._call(tensors) if made is None else made
 
     def _own(self) -> list[Tensor]:
         """Parameters, buffers and constants as they are now; what replaced one (parametrize, swapping) is
@@ -178,10 +180,6 @@ class Block(nn.Module):
 
     def _call(self, tensors: list[Tensor]) -> Any:
         state = self._state
-        if state.node is not None:
-            made = _known(state.node, tensors)
-            if made is not None:
-                return made
         try:
             if self._index >= 0 and _current_device() != self._index:
                 return self._elsewhere(tensors)
