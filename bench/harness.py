@@ -1,6 +1,6 @@
 """Measures what is compiled here against its peers and writes bench/results/.
 
-    python -m bench.harness [blocks] [host] [load] [bits] [--only WORD] [--library DIR] [--out DIR]
+    python -m bench.harness [blocks] [host] [load] [bits] [runtime] [--only WORD] [--library DIR] [--out DIR]
 
 Without --library, everything is compiled for this machine and proven first, in a library that goes with the
 run.
@@ -23,7 +23,7 @@ from typing import Any
 import click
 import torch
 
-from bench import bits, figures, host, load, peers, results
+from bench import bits, figures, host, load, peers, results, whole
 from bench.blocks import Block, Sizes, available
 from bench.measure import QUICK, Effort, ceilings
 from bench.prepare import HOST_BLOCK, REPEATED, compile_all
@@ -32,6 +32,7 @@ from gauntlet.runner import prove
 from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
+ASKED = ("runtime",)  # only when named: host and load are part of it
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
 LIMIT_S, MIN_S = 170.0, 20.0
 CPU_EFFORT = Effort(repeats=9, rounds=15)
@@ -206,6 +207,15 @@ def loads(run: Run) -> dict[str, Any]:
     return run.document("load", rows=[], **load.measure(run.library, name, block, run.options["unproven"]))
 
 
+def runtimes(run: Run) -> dict[str, Any]:
+    block = next(iter(run.blocks()), None)
+    if block is None:
+        raise click.ClickException("no block was compiled")
+    ids = run.ids()
+    found = whole.measure(run.library, ids[block.name], block, run.sizes(block)[0], ids, run.options)
+    return run.document("runtime", **found)
+
+
 def digests(run: Run) -> dict[str, Any]:
     rows = [
         row
@@ -216,7 +226,7 @@ def digests(run: Run) -> dict[str, Any]:
     return run.document("bits", rows=rows, figures=bits.figures(rows))
 
 
-DO = {"blocks": blocks, "host": hosts, "load": loads, "bits": digests}
+DO = {"blocks": blocks, "host": hosts, "load": loads, "bits": digests, "runtime": runtimes}
 
 
 def provable(compiled: dict[str, dict[str, Any]]) -> list[str]:
@@ -252,13 +262,14 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
 
 
 @click.command()
-@click.argument("benches", nargs=-1, type=click.Choice(BENCHES))
+@click.argument("benches", nargs=-1, type=click.Choice((*BENCHES, *ASKED)))
 @click.option("--only", multiple=True, help="Words in the names of blocks (default: all with a blueprint).")
 @click.option("--library", type=click.Path(path_type=Path), help="Folder made by bench.prepare, proven here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds for one block at one size.")
 @click.option("--all-max", is_flag=True, help="max-autotune at every size, not only the first.")
 @click.option("--host-seconds", default=80.0, show_default=True, help="Limit of the host bench.")
+@click.option("--side-rounds", default=3, show_default=True, help="Fresh processes of each implementation.")
 @click.option(
     "--seconds", default=7200.0, show_default=True, help="Limit of all block measurements together."
 )
@@ -273,7 +284,7 @@ def main(
     quick: bool,
     **options: Any,
 ) -> None:
-    """Measure and write one results file per bench (default: all)."""
+    """Measure and write one results file per bench (default: all but `runtime`, which holds two of them)."""
     effort = QUICK if quick else Effort() if torch.cuda.is_available() else CPU_EFFORT
     failed = 0
     with opened(library, only) as (store, compiled):

@@ -33,7 +33,7 @@ def _backward(x, r, w, rstd, dy, dx, dw, rows, cols, BLOCK: tl.constexpr):  # no
     weight = tl.load(w + at, inside, 0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = row.to(tl.int64) * cols + at
+        place = (row + tl.zeros([BLOCK], tl.int64)) * cols + at
         h = (tl.load(x + place, inside, 0.0) + tl.load(r + place, inside, 0.0)).to(tl.float32)
         scale = tl.load(rstd + row)
         unit = h * scale

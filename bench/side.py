@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from bench import peers
 from bench.blocks import Block, Sizes
 from bench.load import bare_environment
 from bench.results import ROOT, figure
@@ -173,8 +172,3 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if row["impl"] != OURS and ours and row.get("total_ms"):
             found[f"side_{label}_over_esper"] = figure(row["total_ms"] / ours, "ratio")
     return found
-
-
-def artifact_of(library: Library, block: Block, ids: Mapping[str, str]) -> str:
-    """Of this run, else the newest one of the block's blueprint."""
-    return ids.get(block.name) or library.artifacts(blueprint=peers.blueprint_id(block.blueprint))[-1].id
