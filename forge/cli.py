@@ -162,36 +162,68 @@ def explain(path: str, target: str, as_json: bool) -> None:
         click.echo(json.dumps(made, indent=1) if as_json else render(made))
 
 
+@main.command("import")
+@click.argument("target")
+@click.option("--input", "inputs", multiple=True, help="Example input: float32[8,64], or name=int64[4].")
+@click.option("--dynamic", multiple=True, help="Axis that varies: 0, or x:0=tokens, or x:0=tokens:1:4096.")
+@click.option("--set", "arguments", multiple=True, help="Argument of the class: width=64.")
+@click.option("--train/--eval", "training", default=True, help="Mode of the module (default: --train).")
+@click.option("--updates", is_flag=True, help="New values of buffers as further outputs.")
+@click.option("--name", help="Name of the blueprint (default: that of the class).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; values go beside it.")
+@JSON
+def import_(target: str, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Make a blueprint of a torch class: TARGET is path.py:Class. The file is run."""
+    import esper_ir.canonical as canonical
+    import esper_ir.text as text
+    from esper_ir.importers.torch_values import save
+    from forge.importing import import_file
+
+    with _errors(as_json):
+        made = import_file(target, **options)
+        files = [str(path) for path in save(made, output)] if output else []
+        document = {
+            "schema": "esper-import/1",
+            "id": canonical.blueprint_id(made),
+            "name": made.name,
+            "files": files,
+            **made.metadata,
+        }
+        for label in made.metadata["imported"].get("left_out", ()):
+            click.echo(
+                f"{made.name}: {label} is updated in training, the blueprint leaves that out", err=True
+            )
+        if as_json:
+            click.echo(json.dumps(document, indent=1))
+        else:
+            click.echo("\n".join(files) if files else text.render(made).rstrip())
+
+
+@main.command()
+@click.argument("first")
+@click.argument("second")
+@JSON
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Say in what two blueprints differ; exit code 1 when they do."""
+    from esper_ir.compare import compare, render
+
+    with _errors(as_json):
+        found = compare(*(_blueprint(_files((path,))[0]) for path in (first, second)))
+        click.echo(json.dumps(found.to_json(), indent=1) if as_json else render(found))
+        if found.rows:
+            sys.exit(EXIT_FAILURE)
+
+
 @main.command()
 @click.argument("path")
 @JSON
 def show(path: str, as_json: bool) -> None:
-    """Print a blueprint: leaves, nodes and inferred types."""
-    import esper_ir.canonical as canonical
-    import esper_ir.text as text
-    from esper_ir.verify import typed
+    """Print a blueprint: leaves and nodes with their types and floating-point operations."""
+    from esper_ir.show import document, render
 
     with _errors(as_json):
-        blueprint = _blueprint(_files((path,))[0])
-        graph = typed(blueprint)
-        identity = canonical.blueprint_id(blueprint)
-        if as_json:
-            types = {k: str(v) for k, v in graph.types.items()}
-            document = {
-                "schema": "esper-show/1",
-                "id": identity,
-                "blueprint": text.to_json(blueprint),
-                "types": types,
-            }
-            click.echo(json.dumps(document, indent=1))
-            return
-        click.echo(f"{blueprint.name}  {identity}")
-        for leaf in blueprint.leaves:
-            click.echo(f"  {leaf.kind} {leaf.name}: {leaf.type}")
-        for node in graph:
-            operands = ", ".join(str(r) for r in node.inputs)
-            click.echo(f"  {node.id} = {node.op}({operands}): {', '.join(map(str, node.types))}")
-        click.echo(f"  outputs: {', '.join(blueprint.outputs)}")
+        made = document(_blueprint(_files((path,))[0]))
+        click.echo(json.dumps(made, indent=1) if as_json else render(made))
 
 
 @main.command("print")
