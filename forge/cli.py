@@ -72,6 +72,7 @@ def _blueprint(path: Path) -> Any:
 @click.option(
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )
+@click.option("--deny", multiple=True, help="Make a warning an error: its code, or all. Repeatable.")
 @LIBRARY
 @JSON
 def compile_(
@@ -79,6 +80,7 @@ def compile_(
     pipelines: tuple[str, ...],
     targets: tuple[str, ...],
     replay: Path | None,
+    deny: tuple[str, ...],
     library: Path | None,
     as_json: bool,
 ) -> None:
@@ -94,6 +96,7 @@ def compile_(
             "targets": targets or ("auto",),
             "library": store,
             "replay": _journal(replay) if replay else None,
+            "deny": deny,
         }
         for path in _files(paths):
             made = _compile_one(path, options, as_json)
@@ -245,11 +248,13 @@ def print_(path: str, target: str, what: str) -> None:
 @main.command()
 @JSON
 def ops(as_json: bool) -> None:
-    """List the operators of the graph language."""
-    from esper_ir.registry import OPS
+    """List the operators of the graph language: gradients, and how every target runs them."""
+    from forge.operators import rows
 
-    rows = [{"op": n, "lowering": type(o.lowering).__name__, "doc": o.doc} for n, o in sorted(OPS.items())]
-    _table(rows, as_json, "esper-ops/1", "ops")
+    found = rows()
+    if not as_json:
+        found = [{k: r[k] for k in ("op", "kind", "doc")} for r in found]
+    _table(found, as_json, "esper-ops/2", "ops")
 
 
 @main.command()

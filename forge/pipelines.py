@@ -10,7 +10,7 @@ from esper_ir.expand import expand
 from esper_ir.grad import joint
 from esper_ir.graph import Graph
 from esper_ir.verify import typed, verify
-from forge.analysis import analyse
+from forge.analysis import analyse, deny
 from forge.lower import PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
@@ -44,7 +44,8 @@ def check(work: Work) -> Work:
             raise EsperError(
                 "E0537", f"{work.target.name} has no {kind.dtype.value}", node=name, hint=f"one of: {known}"
             )
-    findings = (*verify(work.blueprint), *analyse(work.blueprint, graph))
+    findings = (*verify(work.blueprint), *analyse(work.blueprint, graph, work.target))
+    deny(findings, work.denied)
     return replace(work, graph=graph, findings=findings)
 
 

@@ -57,10 +57,12 @@ def compile_blueprint(
     library: Library,
     progress: Callable[[str], None] = lambda step: None,
     replay: object = None,
+    deny: Sequence[str] = (),
 ) -> list[CompileResult]:
     """Every pipeline x target; nothing is written for a combination that fails, the others stand.
 
-    `replay` is a tuning journal (parsed JSON): its choices are made again instead of new ones.
+    `replay` is a tuning journal (parsed JSON): its choices are made again instead of new ones. `deny` are
+    codes of warnings that are errors here ("all": every one).
     """
     out = []
     for target_name in targets:
@@ -71,7 +73,8 @@ def compile_blueprint(
         for name in pipelines:
             started = time.perf_counter()
             choices = read_journal(replay) if replay is not None else Choices()
-            work = Work(blueprint, target, pipeline(name).name, kernels=Kernels(choices=choices))
+            kernels = Kernels(choices=choices)
+            work = Work(blueprint, target, pipeline(name).name, denied=tuple(deny), kernels=kernels)
             work = run(
                 pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}")
             )

@@ -28,6 +28,7 @@ class Target:
     `match`: "exact" code runs on this architecture only, "family" also on its successors. `cards`: words of
     the device's own name, to tell cards of one architecture apart. `stored`: whether artifacts may be kept.
 
+    `memory_bytes`: of the device, 0 where it is the machine's.
     `shared_bytes`: most on-chip memory of one program; `max_warps` per multiprocessor; `l2_bytes`;
     `vector_bytes`: of the widest load. `contractions`: "template" (ours and library calls compete) or
     "extern" (library calls only); `dot_dtypes`: operand types with matrix instructions; `dtypes`: element
@@ -54,6 +55,7 @@ class Target:
     copy_TBps: float = 0.0
     bf16_TFLOPs: float = 0.0
     l2_bytes: int = 0
+    memory_bytes: int = 0
     vector_bytes: int = 16
     contractions: str = "template"
     dot_dtypes: tuple[DType, ...] = HALF_DTYPES

@@ -28,12 +28,13 @@ class Built:
 
 @dataclass(frozen=True)
 class Work:
-    """State of one compilation: blueprint x target x pipeline."""
+    """State of one compilation: blueprint x target x pipeline. `denied`: codes of warnings that fail it."""
 
     blueprint: Blueprint
     target: Target
     pipeline: str
     objective: str = "speed"
+    denied: tuple[str, ...] = ()
     findings: tuple[Diagnostic, ...] = ()
     graph: Graph | None = None
     joint: Joint | None = None

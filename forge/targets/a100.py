@@ -14,6 +14,7 @@ TARGET = Target(
     copy_TBps=1.80,
     bf16_TFLOPs=312.0,
     l2_bytes=40 << 20,
+    memory_bytes=80 * 10**9,
     ptx_version=84,
     summary="NVIDIA A100, Ampere",
 )

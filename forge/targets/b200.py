@@ -15,6 +15,7 @@ TARGET = Target(
     copy_TBps=7.1,
     bf16_TFLOPs=2250.0,
     l2_bytes=126 << 20,
+    memory_bytes=180 * 10**9,
     ptx_version=86,
     summary="NVIDIA B200, Blackwell",
 )

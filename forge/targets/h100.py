@@ -15,6 +15,7 @@ TARGET = Target(
     copy_TBps=2.97,
     bf16_TFLOPs=989.0,
     l2_bytes=50 << 20,
+    memory_bytes=80 * 10**9,
     ptx_version=84,
     summary="NVIDIA H100, Hopper",
 )

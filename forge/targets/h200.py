@@ -14,6 +14,7 @@ TARGET = Target(
     copy_TBps=4.25,
     bf16_TFLOPs=989.0,
     l2_bytes=50 << 20,
+    memory_bytes=141 * 10**9,
     ptx_version=84,
     summary="NVIDIA H200, Hopper",
 )

@@ -14,6 +14,7 @@ TARGET = Target(
     copy_TBps=0.76,
     bf16_TFLOPs=362.0,
     l2_bytes=96 << 20,
+    memory_bytes=48 * 10**9,
     ptx_version=84,
     summary="NVIDIA L40S, Ada",
 )

@@ -16,5 +16,6 @@ TARGET = Target(
     copy_TBps=4.7,
     bf16_TFLOPs=1307.0,
     l2_bytes=32 << 20,
+    memory_bytes=192 * 10**9,
     summary="AMD Instinct MI300X (compile only)",
 )

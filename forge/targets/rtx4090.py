@@ -15,6 +15,7 @@ TARGET = Target(
     copy_TBps=0.89,
     bf16_TFLOPs=165.0,
     l2_bytes=72 << 20,
+    memory_bytes=24 * 10**9,
     ptx_version=84,
     summary="NVIDIA GeForce RTX 4090, Ada",
 )

@@ -15,6 +15,7 @@ TARGET = Target(
     multiprocessors=40,
     copy_TBps=0.28,
     l2_bytes=4 << 20,
+    memory_bytes=16 * 10**9,
     contractions="extern",
     dot_dtypes=(),
     dtypes=tuple(d for d in DType if d is not DType.bfloat16),
