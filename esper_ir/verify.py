@@ -11,7 +11,7 @@ from esper_ir.graph import Blueprint, Graph, Leaf, Node, producer, value_name
 from esper_ir.infer import Inference, check_arity, complete
 from esper_ir.opdef import OpDef
 from esper_ir.registry import lookup
-from esper_ir.text import MAX_NODES
+from esper_ir.text import MAX_NODES, MAX_RANK
 from esper_ir.types import Dim, TensorType
 
 MAX_FINDINGS = 200
@@ -75,6 +75,10 @@ class _Check:
         """Shapes of leaves use declared dims and are never negative."""
         ranges = ranges_of(self.bp)
         for leaf in self.bp.leaves:
+            if leaf.type.rank > MAX_RANK:
+                self.report(
+                    "E0102", f"{leaf.name} has {leaf.type.rank} axes: the limit is {MAX_RANK}", leaf.name
+                )
             for dim in leaf.type.shape:
                 unknown = sorted(dim.symbols() - set(self.bp.dims))
                 if unknown:

@@ -69,6 +69,8 @@ def _static(x: TensorType, at: int) -> int:
 
 def _resolve_roll(operands: Types, attrs: Attrs) -> dict[str, Any]:
     x, dims = tensor(operands[0]), attrs["dims"]
+    if dims and not x.rank:
+        raise EsperError("E0207", f"axes {list(dims)} of {x}", hint="it has none")
     if len(dims or (0,)) != len(attrs["shifts"]):
         raise EsperError("E0203", f"shifts {list(attrs['shifts'])} along {dims}", hint="one shift per axis")
     return {**attrs, "dims": None if not dims else tuple(axis(d, x.rank) for d in dims)}
@@ -253,6 +255,8 @@ def _border_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     x = inputs[0]
     for at, (before, after) in enumerate(zip(attrs["before"], attrs["after"], strict=True)):
         size = x.shape[at]
+        if not before and not after:
+            continue
         index = torch.arange(-before, size + after)
         if attrs["mode"] == "replicate":
             index = index.clamp(0, size - 1)

@@ -282,6 +282,12 @@ def _infer_distance(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return _result(types[0], (*shape[:-1], *kept), attrs)
 
 
+def _positive_margin(operands: Types, attrs: Attrs) -> dict[str, Any]:
+    if attrs["margin"] <= 0:
+        raise EsperError("E0203", f"margin is {attrs['margin']}", hint="larger than 0")
+    return dict(attrs)
+
+
 def _triplet(emit: Emit, v: Sequence[Val], attrs: Attrs) -> Val:
     """max(d(a, p) - d(a, n) + margin, 0); `swap` takes the nearer of a and p for the distance to n."""
     a, p, n = v
@@ -328,7 +334,7 @@ def _number(name: str, default: float) -> Attr:
 
 
 ROWS = ((5, 7), (2, 3, 9))
-POWER = Attr("p", "float", 2.0, (1.0, 2.0), "1: sum of absolute values, 2: Euclidean length")
+POWER = Attr("p", "float", 2.0, doc="1: sum of absolute values, 2: Euclidean length; not 0")
 
 
 def _nll_samples() -> tuple[Sample, ...]:
@@ -348,7 +354,7 @@ def _nll_samples() -> tuple[Sample, ...]:
 
 OPS = (
     criterion("binary_cross_entropy", _bce, shapes=[(s, s) for s in ROWS], low=0.05, high=0.95, vjp=_vjp_bce,
-              most=2),
+              most=3),
     OpDef(
         name="nll_loss", infer=_infer_nll, reference=_nll_reference, vjp=_vjp_nll,
         lowering=Composite(_expand_nll), samples=_nll_samples(), arity=(2, 3), cost=_cost,
@@ -370,6 +376,6 @@ OPS = (
               _number("eps", 1e-6), Attr("keepdim", "bool", False), infer=_infer_distance, reduction=False,
               shapes=[((5, 7), (5, 7)), ((2, 3, 9), (9,))], cases=({}, {"p": 1.0, "keepdim": True})),
     criterion("triplet_margin_loss", _triplet, _number("margin", 1.0), POWER, _number("eps", 1e-6),
-              Attr("swap", "bool", False), infer=_infer_distance, shapes=[((5, 7), (5, 7), (5, 7))],
-              cases=({}, {"p": 1.0}, {"swap": True})),
+              Attr("swap", "bool", False), infer=_infer_distance, resolve=_positive_margin,
+              shapes=[((5, 7), (5, 7), (5, 7))], cases=({}, {"p": 1.0}, {"swap": True})),
 )  # fmt: skip

@@ -168,10 +168,10 @@ def _resolve_normalize(operands: Types, attrs: Attrs) -> dict[str, Any]:
 
 
 def _known(attrs: Attrs) -> bool:
-    return attrs["p"] > 0
+    return attrs["p"] != 0
 
 
-KNOWN = "p is positive"
+KNOWN = "p is not 0"
 P = Attr("p", "float", 2.0, doc="1: sum of absolute values, 2: Euclidean length, else (sum |x|^p)^(1/p)")
 
 

@@ -62,6 +62,8 @@ def _resolve_reshape(operands: Types, attrs: Attrs) -> dict[str, Any]:
         raise conflict("at most one size may be -1", x, shape)
     if free:
         known = numel([d for d in shape if d != NEGATIVE])
+        if known.static == 0:
+            raise conflict("beside a size of 0 any number would do for -1", x, shape)
         size = divide(x.numel, known)
         if size is None:
             raise EsperError("E0206", f"cannot prove that {known} divides the {x.numel} elements of {x}")

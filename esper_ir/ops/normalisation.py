@@ -113,7 +113,9 @@ def _resolve_norm(operands: Types, attrs: Attrs) -> dict[str, Any]:
     x = tensor(operands[0])
     if not x.rank:
         raise EsperError("E0207", "a norm needs at least one axis", hint="reshape to [1]")
-    shape = attrs["normalized_shape"] or (x.shape[-1],)
+    shape = (x.shape[-1],) if attrs["normalized_shape"] is None else attrs["normalized_shape"]
+    if not shape:
+        raise EsperError("E0204", "normalized_shape is empty", hint="at least the last axis")
     eps = EPSILON.get(x.dtype, 0.0) if attrs["eps"] is None else attrs["eps"]
     return {**attrs, "normalized_shape": tuple(shape), "eps": eps}
 

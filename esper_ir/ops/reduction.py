@@ -175,8 +175,8 @@ def _prod_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     return (out if out.is_floating_point() else out.to(torch.int64),)
 
 
-def _reduction(name: str, kind: Reduction | Composite, vjp: Any, samples: tuple[Sample, ...], *, accepts: str = "any",
-               widen: bool = False, reference: Any = None,
+def _reduction(name: str, kind: Reduction | Composite, vjp: Any, samples: tuple[Sample, ...], *,
+               accepts: str = "any", widen: bool = False, reference: Any = None,
                tolerance: Tolerance | None = None) -> OpDef:  # fmt: skip
     return OpDef(
         name=name, infer=_infer(accepts, widen, getattr(kind, "combine", "prod") not in ("max", "min")),
