@@ -4,6 +4,7 @@ checked when read."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 import time
 import uuid
@@ -20,6 +21,7 @@ from library.paths import os_error
 MAX_BLOB_BYTES = 1 << 30
 RESERVE = "reserve"
 RESERVE_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 DIRECTORIES = ("objects", "staging", "quarantine", "measurements")
 
 
@@ -145,7 +147,7 @@ class Blobs:
     def read_raw(self, digest: str) -> bytes:
         """Bytes under `digest`, not yet hashed: for the caller that hashes them itself. E0731 when absent."""
         try:
-            return self._read_fd(os.open(f"{digest[:2]}/{digest[2:]}", READ, dir_fd=self._fds["objects"]))
+            return self._read_fd(os.open(_path_of(digest), READ, dir_fd=self._fds["objects"]))
         except FileNotFoundError as error:
             raise fail(
                 "E0731",
@@ -165,6 +167,7 @@ class Blobs:
 
     def quarantine(self, digest: str, reason: str) -> Exception:
         """Move the bytes out of `objects/` if the disk allows it; the E0730 to raise either way."""
+        _path_of(digest)
         try:
             shard = self.disk.open_dir(digest[:2], dir_fd=self._fds["objects"])
             try:
@@ -208,7 +211,7 @@ class Blobs:
     def has(self, digest: str) -> bool:
         """Whether a file of that name exists; says nothing about its bytes."""
         try:
-            os.stat(f"{digest[:2]}/{digest[2:]}", dir_fd=self._fds["objects"], follow_symlinks=False)
+            os.stat(_path_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -216,32 +219,42 @@ class Blobs:
     def size(self, digest: str) -> int:
         """Bytes of an object as stored, 0 when it is absent."""
         try:
-            name = f"{digest[:2]}/{digest[2:]}"
-            return os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size
+            return os.stat(_path_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False).st_size
         except OSError:
             return 0
 
     def remove(self, digest: str) -> int:
         """Unlink an object; bytes freed, 0 when it was gone already.
         The caller holds the transaction that decided."""
-        name = f"{digest[:2]}/{digest[2:]}"
+        name = _path_of(digest)
         try:
-            size = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False).st_size
+            info = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):  # nothing of ours; set aside, or it would be in the way for ever
+                self.quarantine(digest, "a directory under an object's name")
+                return 0
             self.disk.unlink(name, self._fds["objects"])
         except FileNotFoundError:
             return 0
         except OSError as error:
             raise os_error(error, "cannot remove object", digest) from error
-        return size
+        return info.st_size
 
     def digests(self) -> list[str]:
         """Every name below `objects/` that is a digest, in no order."""
         try:
-            shards = [name for name in os.listdir(self._fds["objects"]) if len(name) == 2]
-            below = [(shard, os.listdir(self.home / "objects" / shard)) for shard in shards]
+            with os.scandir(self._fds["objects"]) as entries:
+                shards = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+            found = [f"{shard}{rest}" for shard in shards for rest in self._in_shard(shard)]
         except OSError as error:
             raise os_error(error, "cannot list", self.home / "objects") from error
-        return [shard + rest for shard, names in below for rest in names if len(rest) == 62]
+        return [digest for digest in found if _DIGEST.match(digest)]
+
+    def _in_shard(self, shard: str) -> list[str]:
+        fd = self.disk.open_dir(shard, dir_fd=self._fds["objects"])
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def staged(self) -> list[tuple[str, float]]:
         """Names in staging with their age in seconds."""
@@ -255,6 +268,13 @@ class Blobs:
     def drop_staged(self, name: str) -> None:
         """Remove one staging file that its owner left behind."""
         self._discard(name)
+
+
+def _path_of(digest: str) -> str:
+    """Place below `objects/`. E0709 for what is no digest: a row may have been edited to lead elsewhere."""
+    if not _DIGEST.match(digest):
+        raise fail("E0709", f"a row names {digest[:80]!r} as an object, which is no digest", node=digest[:80])
+    return f"{digest[:2]}/{digest[2:]}"
 
 
 def _changed(entry: os.DirEntry[str]) -> float | None:

@@ -11,7 +11,6 @@ Nothing is extracted to a path: objects are named by digest. Import checks every
 from __future__ import annotations
 
 import base64
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from library.errors import fail
 from library.loading import open_provenance_bytes, open_verdict
 from library.manifest import Container, blueprint_text, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
-from library.paths import os_error
+from library.paths import os_error, read_regular
 from library.records import (
     PENDING_BENCHMARKING,
     REJECTED,
@@ -370,12 +369,10 @@ def _bytes(text: Any, what: str) -> bytes:
 def read_file(place: Path) -> bytes:
     """A bundle from disk: a regular file of at most the limit, not followed through a link."""
     try:
-        fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > MAX_BUNDLE_BYTES:
-                raise fail("E0735", f"{place} exceeds {MAX_BUNDLE_BYTES} bytes")
-            return file.read(MAX_BUNDLE_BYTES + 1)
+        return read_regular(place, MAX_BUNDLE_BYTES, follow=False)
     except FileNotFoundError as error:
         raise fail("E0721", f"no file {place}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValueError):
+            raise fail("E0720", f"{str(place)!r} is not a path") from error
         raise os_error(error, "cannot read", place) from error

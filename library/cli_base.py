@@ -81,4 +81,7 @@ def say(text: str) -> None:
 
 def when(seconds: float) -> str:
     """UTC, to the second."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds} s"  # no such date

@@ -3,6 +3,7 @@ and the way to publish."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from library.paths import library_home, trust_home
 from library.schema import MIGRATIONS
 from library.trust import TrustStore
 
+_ORIGIN = re.compile(r"[0-9a-f]{32}\Z")
+
 
 class Core:
     """An open library. Safe to use from several threads; each process opens its own."""
@@ -34,7 +37,7 @@ class Core:
         self.roles = frozenset(roles)
         self.readonly = index.readonly
         row = index.row("SELECT value FROM meta WHERE key = 'origin'")
-        if row is None:
+        if row is None or not _ORIGIN.match(row[0]):  # it names a file of the trust home
             raise fail("E0709", f"{home}: esper.db does not say which library it is")
         self.origin: str = row[0]
         self._timings: Measurements | None = None

@@ -121,6 +121,7 @@ def _mark(core: Core) -> int:
         leases.expire(core.index)
         named = set(rows.referenced_digests(core.index)) | rows.leased_digests(core.index)
         rows.lift_tombstones(core.index, named)
+        rows.lift_tombstones_but(core.index, set(present))
         return sum(rows.add_tombstone(core.index, d, now) for d in present if d not in named)
 
 

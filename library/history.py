@@ -158,14 +158,19 @@ def _check_state(index: Index, frontier: Frontier, head: bytes) -> list[Finding]
     return []
 
 
+def _tree(core: Core, size: int) -> Tree:
+    found = core.index.rows("SELECT leaf FROM ledger WHERE seq <= ? ORDER BY seq", (size,))
+    if len(found) != size:
+        raise fail("E0761", f"the ledger has {len(found)} of the {size} entries of its newest checkpoint")
+    return Tree([row[0] for row in found])
+
+
 def prove_entry(core: Core, seq: int) -> dict[str, Any]:
     """Inclusion proof of entry `seq` under the newest checkpoint, as data for others to verify. E0721."""
     size = ledger.last_checkpoint(core.index)
     if not 1 <= seq <= size:
         raise fail("E0721", f"entry {seq} is not under a checkpoint (the newest covers {size} entries)")
-    tree = Tree(
-        [row[0] for row in core.index.rows("SELECT leaf FROM ledger WHERE seq <= ? ORDER BY seq", (size,))]
-    )
+    tree = _tree(core, size)
     body = core.index.row("SELECT body FROM ledger WHERE seq = ?", (seq,))
     envelope = core.index.row("SELECT envelope FROM checkpoints WHERE size = ?", (size,))
     return {
@@ -182,8 +187,6 @@ def prove_growth(core: Core, old: int) -> dict[str, Any]:
     size = ledger.last_checkpoint(core.index)
     if not 1 <= old <= size:
         raise fail("E0721", f"no tree of {old} entries lies under the newest checkpoint ({size})")
-    tree = Tree(
-        [row[0] for row in core.index.rows("SELECT leaf FROM ledger WHERE seq <= ? ORDER BY seq", (size,))]
-    )
+    tree = _tree(core, size)
     heads = {"old_root": tree.head(0, old).hex(), "new_root": tree.head(0, size).hex()}
     return {"old": old, "new": size, **heads, "path": [node.hex() for node in tree.consistency(old, size)]}

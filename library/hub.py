@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from library import rows
+from library import dsse, rows
 from library.bundle import export_bundle, import_bundle, read_file
 from library.errors import fail
 from library.manifest import blueprint_document
@@ -252,7 +252,8 @@ def _write_card(lib: Library, record: ArtifactRecord, front: Front, validator: s
     if os.path.lexists(card):
         return
     document = lib.trust.document()
-    signed = json.loads(rows.provenance_envelope(lib.index, record.id))["signatures"][0]["keyid"]
+    envelope = rows.provenance_envelope(lib.index, record.id)
+    signed = dsse.open_envelope(envelope, dsse.IN_TOTO, document.role_keys("compiler")).keyids[0]
     publics = {
         role: f"esper-ed25519:{role}:{base64.b64encode(document.keys[keyid]).decode()}"
         for role, keyid in (("compiler", signed), ("validator", validator))

@@ -16,6 +16,7 @@ import apsw
 
 from esper_ir.diagnostics import EsperError
 from library.errors import fail
+from library.paths import read_regular
 from library.schema import FORMAT_VERSION, MIGRATIONS
 
 DATABASE = "esper.db"
@@ -56,8 +57,8 @@ def sql_error(error: apsw.Error, home: Path) -> EsperError:
 def holder(home: Path) -> str:
     """ " by process P on HOST since T", from the note that the last writer left."""
     try:
-        pid, host, since = (home / HOLDER).read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
+        pid, host, since = read_regular(home / HOLDER).decode().split()
+    except (OSError, ValueError, EsperError):
         return ""
     return f" by process {pid} on {host} since {since}"
 
@@ -210,7 +211,8 @@ class Index:
     def _note_holder(self) -> None:
         note = f"{os.getpid()} {os.uname().nodename} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
         try:
-            fd = os.open(self.home / HOLDER, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(self.home / HOLDER, flags, 0o600)
         except OSError:
             return  # only a courtesy to whoever has to wait
         try:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from library import ledger
+from library.canon import parse_json
 from library.core import Core
 from library.errors import fail
 
@@ -35,7 +36,10 @@ class Job:
 
 def _job(row: tuple) -> Job:
     num, kind, subject, labels, state, attempt, owner, fence, reason = row
-    return Job(num, kind, subject, json.loads(labels), state, attempt, owner, fence, reason)
+    found = parse_json(labels.encode())
+    if not isinstance(found, dict):
+        raise fail("E0709", f"labels of job {num} are damaged", node=str(num))
+    return Job(num, kind, subject, found, state, attempt, owner, fence, reason)
 
 
 def file_job(core: Core, kind: str, subject: str, labels: Mapping[str, str], *, priority: int = 0) -> bool:

@@ -80,7 +80,8 @@ def passphrase_from_environment() -> bytes | None:
     name, descriptor = os.environ.get("ESPER_PASSPHRASE_FILE"), os.environ.get("ESPER_PASSPHRASE_FD")
     try:
         if name:
-            return Path(name).read_bytes().split(b"\n")[0] or None
+            with open(name, "rb") as file:  # a pipe of the shell is welcome here
+                return file.readline().rstrip(b"\n") or None
         if descriptor:
             with os.fdopen(os.dup(int(descriptor)), "rb") as file:
                 return file.readline().rstrip(b"\n") or None

@@ -12,7 +12,7 @@ from library.blobs import DIRECTORIES, RESERVE, RESERVE_BYTES
 from library.canon import canonical_json, parse_json
 from library.errors import fail
 from library.index import DATABASE, HOLDER, Index
-from library.paths import check_private, make_private, os_error, refuse_network
+from library.paths import check_private, make_private, os_error, read_regular, refuse_network
 from library.schema import FORMAT_VERSION
 from library.trust import replace_file
 
@@ -97,7 +97,7 @@ def make_reserve(home: Path) -> None:
 
 def _check_format(home: Path) -> None:
     try:
-        value = parse_json((home / FORMAT).read_bytes())
+        value = parse_json(read_regular(home / FORMAT))
     except OSError as error:
         raise os_error(error, "cannot read", home / FORMAT) from error
     if (

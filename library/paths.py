@@ -113,12 +113,30 @@ def _lstat(place: Path) -> os.stat_result:
         raise os_error(error, "cannot look at", place) from error
 
 
+def read_regular(place: Path, limit: int = 1 << 20, *, follow: bool = True) -> bytes:
+    """A file of at most `limit` bytes. OSError as when opening; E0704 for a pipe or device, which could
+    block or never end; E0735 for more.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(place, flags)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise _unsafe(place, "is not a regular file")
+        if info.st_size > limit:
+            raise fail("E0735", f"{place} exceeds {limit} bytes", node=str(place))
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(limit + 1)
+    finally:
+        os.close(fd)
+
+
 def _unsafe(place: Path, why: str) -> EsperError:
     return fail(
         "E0704",
         f"{place} {why}",
         node=str(place),
-        hint="use a directory that only you can write (chmod go-w), reached without symbolic links",
+        hint="use a place that only you can write (chmod go-w), reached without symbolic links",
     )
 
 

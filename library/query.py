@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from library.canon import parse_json
 from library.contracts import KernelMatch, KernelQuery, KernelQueryResult, Refusal
 from library.errors import fail
 from library.index import Index
@@ -209,7 +210,10 @@ def _match(group: _TagSet, row: tuple[Any, ...], preferred: frozenset[str], shap
     )
     if shape is None:
         return match
-    at = json.loads(shapes).get(shape, {})
+    known = parse_json(shapes.encode())
+    at = known.get(shape, {}) if isinstance(known, dict) else None
+    if not isinstance(at, dict):
+        raise fail("E0709", f"what queries know of {artifact_id} is damaged", node=artifact_id)
     return replace(match, latency_ms=at.get("latency_ms_p99"), memory_mb=at.get("memory_mb_peak", memory))
 
 

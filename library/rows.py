@@ -211,6 +211,13 @@ def lift_tombstones(index: Index, digests: set[str]) -> None:
             index.run("DELETE FROM tombstones WHERE digest = ?", (marked,))
 
 
+def lift_tombstones_but(index: Index, digests: set[str]) -> None:
+    """Unmark what is not there any more, or never was."""
+    for (marked,) in index.run("SELECT digest FROM tombstones"):
+        if marked not in digests:
+            index.run("DELETE FROM tombstones WHERE digest = ?", (marked,))
+
+
 def lift_tombstone(index: Index, digest: str) -> None:
     """Unmark one object."""
     index.run("DELETE FROM tombstones WHERE digest = ?", (digest,))

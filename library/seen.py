@@ -9,7 +9,7 @@ from pathlib import Path
 
 from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json, parse_json
-from library.paths import make_private
+from library.paths import make_private, read_regular
 
 _BYTES = 256
 
@@ -18,7 +18,8 @@ def note(home: Path, origin: str, size: int, root: bytes) -> None:
     """Remember (size, root) if it is the largest; skipped where the trust home cannot be written."""
     try:
         make_private(home / "seen")
-        fd = os.open(home / "seen" / origin, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(home / "seen" / origin, flags, 0o600)
     except (OSError, EsperError):
         return
     try:
@@ -34,8 +35,8 @@ def note(home: Path, origin: str, size: int, root: bytes) -> None:
 def recall(home: Path, origin: str) -> tuple[int, bytes]:
     """(size, root) of the largest seen; (0, b"") when nothing is known."""
     try:
-        return _parse((home / "seen" / origin).read_bytes())
-    except OSError:
+        return _parse(read_regular(home / "seen" / origin))
+    except (OSError, EsperError):
         return 0, b""
 
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library import dsse
 from library.canon import canonical_json, parse_json
 from library.crypto import keyid_of
 from library.dsse import Signer
 from library.errors import fail
 from library.keys import ROLES, key_path, load_signer, new_key
-from library.paths import check_private, make_private, os_error
+from library.paths import check_private, make_private, os_error, read_regular
 
 DOCUMENT = "trust.json"
 HIGHEST = "highest"
@@ -187,14 +188,14 @@ class TrustStore:
 
     def _read(self) -> bytes:
         try:
-            return (self.home / DOCUMENT).read_bytes()
+            return read_regular(self.home / DOCUMENT, 8 << 20)
         except OSError as error:
             raise os_error(error, "cannot read", self.home / DOCUMENT) from error
 
     def _highest(self) -> int:
         try:
-            return int((self.home / HIGHEST).read_text())
-        except (OSError, ValueError):
+            return int(read_regular(self.home / HIGHEST))
+        except (OSError, ValueError, EsperError):
             return 0
 
     @staticmethod
