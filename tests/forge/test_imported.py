@@ -1,0 +1,67 @@
+"""Imported modules through the compiler: C code and plans against the meaning, an artifact against torch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import runtime
+from esper_ir.importers.torch_export import from_torch
+from forge.service import compile_blueprint
+from library.store import Library
+from tests.esper_ir.chains import CHAINS, Chain
+from tests.esper_ir.networks import NETWORKS
+from tests.esper_ir.test_import_torch import backward, inputs
+from tests.forge.whole import check
+
+FEW = ("linear_gated", "conv2d_mish_mish", "l2_rows", "up2d_means", "cumsum_masked", "hinge")
+EVERY = (*CHAINS, *(Chain(*row) for row in NETWORKS))
+
+
+def compiled(chain: Chain, target: str, backend: str) -> None:
+    """Forward, backward and every mask of gradients against the blueprint in fp64."""
+    torch.manual_seed(0)
+    module, given = chain.make(), inputs(chain.shapes)
+    blueprint = from_torch(module, given, dynamic=0 if chain.varies else None)
+    check(blueprint, dict.fromkeys(blueprint.dims, given[0].shape[0]), target, backend)
+
+
+@pytest.mark.parametrize("chain", [c for c in CHAINS if c.name in FEW], ids=lambda c: c.name)
+def test_few_chains_in_c(chain: Chain) -> None:
+    compiled(chain, "cpu", "c")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", EVERY, ids=lambda c: c.name)
+def test_every_chain_in_c(chain: Chain) -> None:
+    compiled(chain, "cpu", "c")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", EVERY, ids=lambda c: c.name)
+def test_every_chain_as_plans_for_the_card(chain: Chain) -> None:
+    compiled(chain, "h100", "plans")
+
+
+@pytest.mark.parametrize("name", ["linear_swish_norm", "conv2d_residual_logs"])
+def test_an_artifact_trains_as_the_module_does(name: str, esper_library: Path) -> None:
+    """Compiled, loaded, given the values of the module: outputs and gradients are torch's, at two sizes."""
+    (chain,) = [c for c in CHAINS if c.name == name]
+    torch.manual_seed(0)
+    module, given = chain.make(), inputs(chain.shapes)
+    blueprint = from_torch(module, given, dynamic=0)
+    with Library.open(esper_library, roles=("compiler",)) as library:
+        made = compile_blueprint(blueprint, targets=("cpu",), library=library)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = runtime.load(made.artifact_id, allow_unvalidated=True)
+    block.load_state_dict(dict(blueprint.values))
+    wide = inputs([(s[0] + 3, *s[1:]) for s in chain.shapes])
+    for tensors in (given, wide):
+        ours, theirs = backward(block, tensors), backward(module, tensors)
+        assert set(ours) == set(theirs)
+        for label, value in theirs.items():
+            torch.testing.assert_close(ours[label], value, rtol=1e-4, atol=1e-5, msg=f"{label} of {name}")
