@@ -20,16 +20,16 @@ import torch
 
 from esper_ir.diagnostics import EsperError, Rejected
 from library import launch as launch_manifest
-from library.manifest import Container
+from library.manifest import Container, unpack
 from library.platform import Platform
-from library.records import ArtifactRecord, Verdict
+from library.records import PENDING_BENCHMARKING, VALIDATED, ArtifactRecord, Verdict
 from library.store import Library
 from runtime import outcomes, system
 from runtime.cache import Cache, CacheInfo
 from runtime.code import Code, close_all, load_code
 from runtime.errors import fail
 from runtime.executor import Program
-from runtime.select import Query, Ranking, nothing_suits, rank
+from runtime.select import Facts, Query, Ranking, nothing_suits, rank, recorded_versions
 
 log = logging.getLogger("esper.runtime")
 OUT_OF_MEMORY = 2
@@ -238,8 +238,22 @@ def survey(
     kinds = ("cuda", "cpu") if device is None else (device.type,)
     platforms = platforms_here(device)
     faulty = outcomes.failed_before(library, blueprint) | _faulty
-    query = Query(blueprint, kinds, faulty, unvalidated)
-    return rank(query, platforms, library.artifacts(blueprint=blueprint)), blueprint, kinds
+    query = Query(blueprint, kinds, faulty, unvalidated, strict=strict())
+    rows = library.artifacts(blueprint=blueprint)
+    return rank(query, platforms, rows, _facts(library, rows, kinds)), blueprint, kinds
+
+
+def _facts(library: Library, rows: Sequence[ArtifactRecord], kinds: Sequence[str]) -> dict[str, Facts]:
+    """What the manifests say of those that could run; of a file that cannot be read loading will say why."""
+    found: dict[str, Facts] = {}
+    for row in rows:
+        if row.kind not in kinds or row.state not in (VALIDATED, PENDING_BENCHMARKING):
+            continue
+        try:
+            found[row.id] = Facts.of(unpack(library.read(row.id), verified=True).manifest)
+        except (EsperError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s: its manifest cannot be read: %s", row.id, error)
+    return found
 
 
 def platforms_here(device: torch.device | None = None) -> dict[str, Platform]:
@@ -295,13 +309,3 @@ def check_machine(manifest: Mapping[str, Any], machine: Platform, refuse: bool) 
             details=judged.details,
         )
     return judged.value
-
-
-def recorded_versions(externs: Sequence[Any]) -> list[dict[str, str]]:
-    """{"name", "version"} of every library that the plans' extern steps reach, each once."""
-    found: dict[str, str] = {}
-    for step in externs:
-        if isinstance(step, Mapping):
-            found.update(step.get("versions", {}))
-            found.update({step["name"]: step.get("version", "")} if "name" in step else {})
-    return [{"name": name, "version": version} for name, version in sorted(found.items())]

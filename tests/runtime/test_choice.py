@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import runtime
 from esper_ir.diagnostics import Rejected
 from library.platform import Platform
 from library.records import ArtifactRecord
-from runtime import select, system
+from runtime import loader, select, system
 from runtime.cache import Cache
 from runtime.cli import main
-from runtime.select import Query, rank
+from runtime.select import Facts, Query, rank
 from tests.runtime.conftest import Put
 
 ROW = ArtifactRecord(
@@ -80,6 +81,44 @@ def test_cards(capability: tuple[int, int], fits: set[str]) -> None:
     """An H100 file serves an H200 (both 9.0); an `a` file nothing else."""
     found = rank(Query("ab", ("cuda",)), {"cuda": Platform(cuda_cc=capability)}, ROWS)
     assert {row.arch for row in found.chosen} == fits
+
+
+def test_what_manifests_say_is_judged_too() -> None:
+    facts = {
+        CARD.id: Facts(min_driver=13010),
+        V4.id: Facts(externs=({"name": "mkl", "version": "2024"},)),
+        BEST.id: Facts(externs=({"name": "nolib", "version": "1"},)),
+        ROW.id: Facts(dtypes={"x": "float32"}, ranges={"rows": (1, 64, 4)}),
+    }
+    here = {**HERE, "cpu": Platform(cpu_level=4, externs={"mkl": "2025"})}
+    found = rank(Query("ab"), here, ROWS, facts)
+    assert found.refused[CARD.id].code == "E0782" and "13.1" in found.refused[CARD.id].reason
+    assert found.refused[BEST.id].code == "E0783" and "nolib" in found.refused[BEST.id].reason
+    assert V4.id in [row.id for row in found.chosen]  # another version is tolerated and counted
+    strict = rank(Query("ab", strict=True), here, ROWS, facts)
+    assert strict.refused[V4.id].code == "E0783" and "2025 instead of 2024" in strict.refused[V4.id].reason
+    for size, fits in ((64, True), (8, True), (7, False), (65, False), (0, False)):
+        asked = rank(Query("ab", sizes={"rows": size, "other": 1}), here, ROWS, facts)
+        assert (ROW.id in asked.refused) is not fits
+    narrow = rank(Query("ab", dtypes={"x": "bfloat16"}), here, ROWS, facts)
+    assert narrow.refused[ROW.id].code == "E0811" and "float32" in narrow.refused[ROW.id].reason
+
+
+def test_one_too_new_for_the_driver_is_passed_over(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the better artifact's manifest asks for is known before it is chosen."""
+    loader._meant.clear()
+    loader._libraries.clear()
+    plain = put()
+    better = put(pipeline="aggressive", externs=[{"op": "mm", "versions": {"nolib": "1"}}])
+    assert runtime.load("abababababab").artifact_id == plain
+    found = runtime.doctor("abababababab")["choice"]
+    assert found["refused"][better]["code"] == "E0783" and found["chosen"] == [plain]
+    versioned = put(pipeline="standard", externs=[{"op": "mm", "versions": {"torch": "0.1"}}])
+    loader._meant.clear()
+    assert runtime.load("abababababab").artifact_id == versioned
+    loader._meant.clear()
+    monkeypatch.setenv("ESPER_STRICT", "1")
+    assert runtime.load("abababababab").artifact_id == plain
 
 
 def test_the_order_of_rows_does_not_matter() -> None:
