@@ -24,7 +24,7 @@ from library.errors import fail
 from library.loading import open_provenance_bytes, open_verdict
 from library.manifest import Container, blueprint_text, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
-from library.paths import os_error, read_regular
+from library.paths import os_error, read_regular, refuse_inside
 from library.records import (
     PENDING_BENCHMARKING,
     REJECTED,
@@ -63,6 +63,7 @@ def export_bundle(core: Core, records: Iterable[ArtifactRecord], place: Path) ->
     """Write one bundle file (create-or-replace, atomically); its size in bytes. Every object is hashed on the
     way.
     """
+    refuse_inside(place, core.home, core.trust.home)
     wanted = list(records)
     objects: dict[str, bytes] = {}
     tree, checkpoint = _proof_base(core)

@@ -14,6 +14,7 @@ from library.gc import GRACE_S
 from library.hub import export_kernel
 from library.keys import key_path
 from library.outcomes import take_spool
+from library.paths import refuse_inside
 from library.records import VALIDATED
 from library.rotation import bar_artifact
 from library.store import Library
@@ -146,6 +147,7 @@ def export_command(
     PLACE."""
     with _exporting(context) as lib:
         if measurements:
+            refuse_inside(place, lib.home, lib.trust.home)
             data = lib.timings().to_lines()
             replace_file(place, data)
             _told(as_json, "export", {"measurements": data.count(b"\n"), "file": str(place)})

@@ -13,7 +13,7 @@ from library.cli_base import as_json, emit, table, when
 from library.crypto import keyid_of
 from library.errors import fail
 from library.keys import ROLES, key_path, passphrase_from_environment
-from library.paths import trust_home
+from library.paths import refuse_inside, trust_home
 from library.rotation import add_key, bar_policy, revoke_key, rotate_key, trust_key
 from library.trust import TrustStore, replace_file
 
@@ -137,6 +137,7 @@ def trust_renew(as_json: bool) -> None:
 def trust_export(place: Path, as_json: bool) -> None:
     """Write the signed document to PLACE, for others to import. It holds public keys only."""
     home = store()
+    refuse_inside(place, home.home)
     replace_file(place, home.envelope())
     _version(home.document_or_expired().version, as_json)
 

@@ -25,7 +25,7 @@ from library import dsse, rows
 from library.bundle import export_bundle, import_bundle, read_file
 from library.errors import fail
 from library.manifest import blueprint_document
-from library.paths import os_error
+from library.paths import os_error, refuse_inside
 from library.records import SUPERSEDED, VALIDATED, ArtifactRecord
 from library.store import Library
 
@@ -134,6 +134,7 @@ def export_kernel(lib: Library, record: ArtifactRecord, place: Path) -> Path:
 
     Other variants may be there already. E0740 to E0743 for what would not load, E0720 where this one exists.
     """
+    refuse_inside(place, lib.home, lib.trust.home)
     loaded = lib.load(record.id)
     manifest = loaded.container.manifest
     backend = BACKENDS[record.kind]

@@ -10,15 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library import ledger, rows
 from library.bundle import read_file
-from library.canon import canonical_json, parse_json, sha256_hex
+from library.canon import JsonLimits, canonical_json, parse_json, sha256_hex
 from library.contracts import OUTCOMES, FieldReport, decode
 from library.core import Core
 from library.errors import fail
 from library.verdicts import known
 
 SPOOL_SCHEMA = "esper-spool/1"
+_LINE = JsonLimits(max_bytes=1 << 20, max_depth=32)
+_MAX_KEY, _MAX_LOADS = 200, 1 << 31
+_NOT_OURS = ("E0720", "E0721", "E0734", "E0735")  # malformed, or about what is not here
 
 
 def record_outcomes(core: Core, reports: Iterable[FieldReport], *, keys: Iterable[str] | None = None) -> int:
@@ -32,13 +36,12 @@ def record_outcomes(core: Core, reports: Iterable[FieldReport], *, keys: Iterabl
         known(core, report.kernel_artifact_id)
     taken = 0
     with core.index.write():
-        fresh = [
-            (r, b, k) for (r, b), k in zip(bodies, names, strict=True) if not rows.has_outcome(core.index, k)
-        ]
+        offered = {key: (report, body) for key, (report, body) in zip(names, bodies, strict=True)}
+        fresh = {key: both for key, both in offered.items() if not rows.has_outcome(core.index, key)}
         if fresh:
-            data = {"count": len(fresh), "digest": sha256_hex(b"".join(b for _, b, _ in fresh))}
+            data = {"count": len(fresh), "digest": sha256_hex(b"".join(b for _, b in fresh.values()))}
             seq = ledger.append(core.index, "outcomes.taken", core.origin, data)
-            for report, body, key in fresh:
+            for key, (report, body) in fresh.items():
                 num = rows.artifact_num(core.index, report.kernel_artifact_id)
                 taken += rows.add_outcome(core.index, num, report.seed_id, report.outcome, key, body, seq)
     core.after_write()
@@ -72,33 +75,45 @@ def set_interest(
 
 
 def take_spool(core: Core, place: Path) -> tuple[int, int]:
-    """Take in a spool of JSON lines {schema, kind: "outcome" | "use", key, ...}: (new records, lines of
-    others).
+    """Take in a spool of JSON lines {schema, kind: "outcome" | "use", key, ...}: (new records, other lines).
 
-    A torn last line is left; a record taken before is skipped, so the same spool may be given again.
+    A torn last line is left; a record taken before is skipped, so the same spool may be given again. A line
+    that is malformed, somebody else's, or about an artifact that is not here does not keep the others out.
     """
+    core.refuse_readonly()
     lines = read_file(place).split(b"\n")
     whole = lines[:-1] if lines and lines[-1] else lines
     taken, strange = 0, 0
     for line in filter(None, whole):
-        record = parse_json(line)
-        if not isinstance(record, Mapping) or record.get("schema") != SPOOL_SCHEMA:
-            strange += 1
-        elif record.get("kind") == "outcome":
-            taken += record_outcomes(core, [decode(FieldReport, record["report"])], keys=[str(record["key"])])
-        elif record.get("kind") == "use":
-            taken += _take_use(core, record)
-        else:
+        try:
+            taken += _take(core, parse_json(line, _LINE))
+        except EsperError as error:
+            if error.code not in _NOT_OURS:
+                raise
             strange += 1
     return taken, strange
 
 
-def _take_use(core: Core, record: Mapping[str, Any]) -> int:
+def _take(core: Core, record: Any) -> int:
+    if not isinstance(record, Mapping) or record.get("schema") != SPOOL_SCHEMA:
+        raise fail("E0720", "a line of another schema")
+    key, kind = record.get("key"), record.get("kind")
+    if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY:
+        raise fail("E0720", "a spooled record without a key")
+    if kind == "outcome":
+        return record_outcomes(core, [decode(FieldReport, record.get("report"))], keys=[key])
+    if kind == "use":
+        return _take_use(core, key, str(record.get("artifact_id")), record.get("loads", 1))
+    raise fail("E0720", f"a spooled record of kind {kind!r}")
+
+
+def _take_use(core: Core, key: str, artifact_id: str, loads: Any) -> int:
     """A count of loads, once per key: its key is kept with the outcomes as an exposure."""
-    artifact = known(core, str(record["artifact_id"]))
-    loads = int(record.get("loads", 1))
+    if type(loads) is not int or not 0 < loads <= _MAX_LOADS:
+        raise fail("E0720", f"loads must be 1 to {_MAX_LOADS}, not {loads!r}")
+    artifact = known(core, artifact_id)
     report = FieldReport(artifact.blueprint, artifact.id, "", 0.0, 0.0, "EXPOSED", {"loads": loads})
-    new = record_outcomes(core, [report], keys=[str(record["key"])])
+    new = record_outcomes(core, [report], keys=[key])
     if new:
         note_use(core, artifact.id, loads)
     return new

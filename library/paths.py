@@ -113,6 +113,16 @@ def _lstat(place: Path) -> os.stat_result:
         raise os_error(error, "cannot look at", place) from error
 
 
+def refuse_inside(place: Path, *homes: Path) -> None:
+    """E0720 for a file to be written inside one of `homes`, where it would take the place of something."""
+    if "\0" in str(place):
+        raise fail("E0720", f"{str(place)!r} is not a path")
+    real = Path(os.path.realpath(place))
+    for home in homes:
+        if Path(os.path.realpath(home)) in (real, *real.parents):
+            raise fail("E0720", f"{place} lies inside {home}", node=str(place), hint="give another place")
+
+
 def read_regular(place: Path, limit: int = 1 << 20, *, follow: bool = True) -> bytes:
     """A file of at most `limit` bytes. OSError as when opening; E0704 for a pipe or device, which could
     block or never end; E0735 for more.

@@ -12,8 +12,9 @@ import fcntl
 import os
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ class TrustStore:
                 f"trust store has version {document.version}, version {self._highest()} was seen before",
                 hint="put the newer trust.json back; an older one brings revoked keys back to life",
             )
+        if document.version > self._highest():  # copied here by hand, or a crash after it was installed
+            with suppress(EsperError):
+                replace_file(self.home / HIGHEST, b"%d\n" % document.version)
         return document
 
     def _read(self) -> bytes:
@@ -335,17 +339,28 @@ def unverified_payload(envelope: bytes) -> bytes:
 
 
 def replace_file(place: Path, data: bytes) -> None:
-    """Atomically and durably put `data` at `place`, mode 0600."""
-    staged = place.with_name(f".{place.name}.{os.getpid()}")
+    """Atomically and durably put `data` at `place`, mode 0600; on failure what was there stays, alone."""
+    if place.name in ("", ".."):
+        raise fail("E0720", f"{str(place)!r} does not name a file", node=str(place))
+    staged = place.with_name(f".{place.name[:32]}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
-        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
+        _write_synced(staged, data)
         os.rename(staged, place)
-        directory = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(directory)
-        os.close(directory)
+        directory = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
     except OSError as error:
         raise os_error(error, "cannot write", place) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(staged)
+
+
+def _write_synced(place: Path, data: bytes) -> None:
+    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)

@@ -16,10 +16,12 @@ from library.audit import verify_library
 from library.bundle import export_bundle, import_bundle, read_bundle, read_file
 from library.canon import canonical_json, sha256_hex
 from library.contracts import FieldReport, KernelQuery
+from library.hub import export_kernel
 from library.manifest import FORMATS, pack
 from library.records import ARCHIVED, SUPERSEDED, VALIDATED
 from library.repair import repair
 from library.store import Library
+from library.trust import replace_file
 from tests.library.helpers import (
     contents,
     flip,
@@ -344,3 +346,93 @@ def test_superseded_needs_a_better_one_of_the_same_blueprint(lib: Library) -> No
     assert code_of(lib.supersede, one, other) == "E0724"
     assert code_of(lib.supersede, one, pending) == "E0724"
     assert lib.supersede(one, validated(lib, 4)).state == SUPERSEDED
+
+
+def test_a_spool_of_anything(lib: Library, fast_tmp: Path) -> None:
+    """Malformed and foreign lines are counted and keep nothing else out; giving it again changes nothing."""
+    artifact = validated(lib)
+    good = {
+        "schema": "esper-spool/1",
+        "kind": "outcome",
+        "key": "k1",
+        "report": report_of(lib, artifact).__dict__,
+    }
+    use = {"schema": "esper-spool/1", "kind": "use", "key": "k2", "artifact_id": artifact, "loads": 7}
+    report = good["report"]
+    lines = [
+        good,
+        {**good, "key": None},
+        {**good, "key": "x" * 300},
+        {**good, "key": "a", "report": None},
+        {**good, "key": "b", "report": {**report, "outcome": "HAPPY"}},
+        {**good, "key": "c", "report": {**report, "kernel_artifact_id": "ffffffffffff-cpu-v3-fast-00000000"}},
+        {**good, "key": "d", "report": {**report, "pre_metric": "x"}},
+        {"schema": "esper-spool/1", "kind": "poem", "key": "e"},
+        *({**use, "key": f"u{n}", "loads": n} for n in (0, -5, 1 << 40, "7", None, True, 1.5)),
+        {**use, "key": "g", "artifact_id": "../../etc"},
+        7,
+        None,
+        [],
+        use,
+    ]
+    spool = fast_tmp / "spool"
+    bad = [
+        b"{",
+        b"\xff\xfe",
+        b'{"schema":"esper-spool/1","schema":"x"}',
+        b"[" * 1000,
+        b'"' + b"x" * (2 << 20) + b'"',
+    ]
+    spool.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b"\n".join(bad) + b"\n")
+    strange = len(lines) - 2 + len(bad)
+    assert outcomes.take_spool(lib, spool) == (2, strange)
+    assert outcomes.take_spool(lib, spool) == (0, strange)
+    assert lib.index.rows("SELECT loads FROM usage") == [(7,)]
+    assert [o.outcome for o in lib.outcomes(artifact)] == ["FOSSILIZED", "EXPOSED"]
+    assert history.audit(lib).findings == ()
+
+
+def test_the_same_outcome_twice_in_one_call(lib: Library) -> None:
+    artifact = validated(lib)
+    assert lib.record_outcomes([report_of(lib, artifact), report_of(lib, artifact)]) == 1
+    assert history.audit(lib).findings == ()
+
+
+@pytest.mark.parametrize("inside", ["library", "keys"])
+def test_bundles_are_not_written_over_the_library(lib: Library, home: Path, inside: str) -> None:
+    artifact = validated(lib)
+    base = home if inside == "library" else lib.trust.home
+    before = contents(home.parent)
+    for name in ("esper.db", "trust.json", "objects/x", "", "new/deeper"):
+        assert code_of(export_bundle, lib, lib.artifacts(), base / name) == "E0720"
+        assert code_of(lib.archive, [artifact], base / name) == "E0720"
+        assert code_of(export_kernel, lib, lib.record(artifact), base / name) == "E0720"
+    assert {k: v for k, v in contents(home.parent).items() if "esper.db" not in k} == {
+        k: v for k, v in before.items() if "esper.db" not in k
+    }
+    assert lib.record(artifact).state == VALIDATED
+
+
+def test_places_that_are_no_file(lib: Library, fast_tmp: Path) -> None:
+    """Refused by name; what was there stays and nothing is left beside it."""
+    validated(lib)
+    (fast_tmp / "directory").mkdir()
+    (fast_tmp / "kept").write_bytes(b"mine")
+    for place in (
+        "/",
+        "..",
+        fast_tmp / "directory",
+        fast_tmp / "missing" / "b",
+        fast_tmp / ("x" * 300),
+        "a\0b",
+    ):
+        with pytest.raises(EsperError) as error:
+            export_bundle(lib, lib.artifacts(), Path(place))
+        assert error.value.exit_code in (2, 16), place
+    if os.geteuid() == 0 and Path("/dev/full").exists():
+        assert code_of(replace_file, Path("/dev/full/x"), b"x") == "E0710"
+    assert sorted(p.name for p in fast_tmp.iterdir() if not p.name.startswith(("keys", "library"))) == [
+        "directory",
+        "kept",
+    ]
+    export_bundle(lib, lib.artifacts(), fast_tmp / ("y" * 250))
