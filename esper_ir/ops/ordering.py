@@ -160,8 +160,8 @@ def _vjp_sort(
     return [emit("unsort", g, outputs[1], dim=attrs["dim"])]
 
 
-def _sorted(x: Any, attrs: Attrs) -> tuple[Any, Any]:
-    return tuple(torch.sort(x, dim=attrs["dim"], descending=attrs["descending"], stable=True))  # type: ignore[return-value]
+def _sorted(x: Any, attrs: Attrs) -> tuple[Any, ...]:
+    return tuple(torch.sort(x, dim=attrs["dim"], descending=attrs["descending"], stable=True))
 
 
 def _infer_top(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
