@@ -97,7 +97,9 @@ def _drop_staged(core: Core, least_age: float) -> int:
     """Staging files of writers that are gone: old, or of a process on this machine that no longer runs."""
     dropped = 0
     for name, age in core.blobs.staged():
-        if age > max(least_age, leases.LEASE_S) or (age >= least_age and not _runs(name)):
+        dated_ahead = age < 0  # the clock was set back since
+        gone = (age >= least_age or dated_ahead) and not _runs(name)
+        if age > max(least_age, leases.LEASE_S) or gone:
             core.blobs.drop_staged(name)
             dropped += 1
     return dropped
@@ -122,6 +124,7 @@ def _mark(core: Core) -> int:
         named = set(rows.referenced_digests(core.index)) | rows.leased_digests(core.index)
         rows.lift_tombstones(core.index, named)
         rows.lift_tombstones_but(core.index, set(present))
+        rows.date_tombstones(core.index, now)
         return sum(rows.add_tombstone(core.index, d, now) for d in present if d not in named)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from esper_ir.diagnostics import EXIT_INTEGRITY, EsperError
 
 Size = int | str | tuple[Any, ...]
+OPTIONAL = ("updates", "random")
 SIZE_OPS = ("add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max")
 
 
@@ -55,12 +56,15 @@ class DimSource:
 @dataclass(frozen=True)
 class Interface:
     """`inputs` are all leaves in blueprint order (inputs, params, buffers, constants); `differentiable`
-    names a subset."""
+    names a subset. `updates`: (buffer, number of the output that is its next value), the last outputs;
+    `random`: inputs that are drawn for every call. Both are left out of the JSON where they are empty."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     dims: tuple[DimSource, ...]
     differentiable: tuple[str, ...]
+    updates: tuple[tuple[str, int], ...] = ()
+    random: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,8 @@ def to_json(value: Any) -> Any:
     """Plain JSON data of any of these records."""
     if is_dataclass(value) and not isinstance(value, type):
         out = {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+        for name in OPTIONAL if isinstance(value, Interface) else ():
+            _ = out[name] or out.pop(name)
         if isinstance(value, KernelStep):
             return {"step": "kernel", **out}
         return {"step": "extern", **out} if isinstance(value, ExternStep) else out
@@ -287,7 +293,26 @@ def from_json(data: Any, *, lazy: bool = False) -> LaunchManifest:
         raise _bad("launch" + "".join(reversed(wrong.path)), wrong.what) from None
 
 
+def _check_calls(interface: Interface) -> None:
+    """What a call updates and draws must be there, and of the right kind."""
+    leaves = {spec.name: spec for spec in interface.inputs}
+    first = len(interface.outputs) - len(interface.updates)
+    for name, at in interface.updates:
+        leaf = leaves.get(name)
+        out = interface.outputs[at] if 0 < first <= at < len(interface.outputs) else None
+        if leaf is None or out is None or leaf.kind != "buffer":
+            raise _bad("launch.interface.updates", f"{name!r} and output {at}")
+        if (leaf.dtype, leaf.shape) != (out.dtype, out.shape):
+            raise _bad("launch.interface.updates", f"{name!r} is of another type than output {at}")
+    for name in interface.random:
+        leaf = leaves.get(name)
+        fits = leaf is not None and (leaf.kind, leaf.dtype) == ("input", "int64")
+        if leaf is None or not fits or not all(isinstance(s, int) for s in leaf.shape):
+            raise _bad("launch.interface.random", f"{name!r}")
+
+
 def _checked(manifest: LaunchManifest) -> LaunchManifest:
+    _check_calls(manifest.interface)
     names = {k.name for k in manifest.kernels}
     for at, plan in enumerate(manifest.plans):
         _check_plan(plan, names, f"launch.plans[{at}]")
@@ -305,7 +330,9 @@ def _decode_lazily(data: dict[str, Any], dims: frozenset[str]) -> LaunchManifest
         _check_plan(plan, names, where)
 
     heads = tuple(_lazy(LazyPlan, raw, dims, f"launch.plans[{i}]", check) for i, raw in enumerate(plans))
-    return LaunchManifest(_record(Interface)(data["interface"], dims), heads, made)
+    interface = _record(Interface)(data["interface"], dims)
+    _check_calls(interface)
+    return LaunchManifest(interface, heads, made)
 
 
 class LazyPlan(Plan):
@@ -451,8 +478,12 @@ def _decode_step(data: Any, dims: frozenset[str]) -> Any:
 def _record(kind: Any) -> _Decode:
     parts = [(name, _decoder(hint)) for name, hint in get_type_hints(kind).items()]
     keys = {name for name, _ in parts}
+    optional = frozenset(OPTIONAL) if kind is Interface else frozenset()
 
     def decode(data: Any, dims: frozenset[str]) -> Any:
+        if data.__class__ is dict and optional:
+            empty = [name for name in optional & data.keys() if not data[name]]
+            data = {**dict.fromkeys(optional, ()), **data} if not empty else {}
         if data.__class__ is not dict or data.keys() != keys:
             wrong = sorted(set(data) ^ keys) if isinstance(data, dict) else data
             raise _Wrong(f"{kind.__name__} with wrong keys: {wrong}")

@@ -218,6 +218,11 @@ def lift_tombstones_but(index: Index, digests: set[str]) -> None:
             index.run("DELETE FROM tombstones WHERE digest = ?", (marked,))
 
 
+def date_tombstones(index: Index, now: float) -> None:
+    """A mark from a time that has not come yet, since the clock was set back, counts from now."""
+    index.run("UPDATE tombstones SET time = ?1 WHERE time > ?1", (now,))
+
+
 def lift_tombstone(index: Index, digest: str) -> None:
     """Unmark one object."""
     index.run("DELETE FROM tombstones WHERE digest = ?", (digest,))

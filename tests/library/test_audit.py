@@ -205,16 +205,6 @@ def test_proofs_can_be_given_to_others(busy: Path) -> None:
         assert verify_consistency(3, size, *roots, [bytes.fromhex(n) for n in growth["path"]])
 
 
-def test_a_clock_set_back_does_not_disturb_the_order(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Library.open(home) as lib:
-        validated(lib, 1)
-        monkeypatch.setattr("library.ledger.time.time", lambda: 1000.0)
-        second = validated(lib, 2)
-        assert lib.load(second).record.id == second
-        assert history.audit(lib).findings == ()
-        assert [r.seq for r in lib.artifacts()] == sorted(r.seq for r in lib.artifacts())
-
-
 def test_entries_name_bytes(busy: Path) -> None:
     with Library.open(busy, readonly=True) as lib:
         put = next(e for e in ledger.entries(lib.index) if e.kind == "artifact.put")
