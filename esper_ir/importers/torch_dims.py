@@ -172,7 +172,7 @@ def shapes_for_export(
     """
     if not any(rows):
         return None
-    made = {n: _torch_dim(n, s) for n, s in dims.specs.items()}
+    made = {n: torch.export.Dim(n, min=s.min, max=s.max) for n, s in dims.specs.items()}
     waiting = list(rows)
 
     def of(leaf: Any) -> Any:
@@ -192,26 +192,13 @@ def shapes_for_export(
     return {**out, **named}
 
 
-def _torch_dim(name: str, spec: DimSpec) -> Any:
-    if spec.multiple_of == 1:
-        return torch.export.Dim(name, min=spec.min, max=spec.max)
-    low, high = -(-spec.min // spec.multiple_of), spec.max // spec.multiple_of
-    return torch.export.Dim(f"_{name}_part", min=max(low, 1), max=high) * spec.multiple_of
-
-
 def bind(dims: Dims, rows: Sequence[dict[int, str]], metas: Sequence[Any]) -> None:
     """Names torch's symbols: the size of every varying axis of the inputs in the graph is its dim."""
     for row, meta in zip(rows, metas, strict=True):
         for axis, name in row.items():
             size = meta.shape[axis]
-            if isinstance(size, int):
-                continue
-            expr = size.node.expr
-            if expr.is_Symbol:
-                dims.symbols.setdefault(str(expr), Dim.sym(name))
-            elif dims.specs[name].multiple_of > 1:
-                (symbol,) = expr.free_symbols
-                dims.symbols.setdefault(str(symbol), Dim.sym(name) // dims.specs[name].multiple_of)
+            if isinstance(size, torch.SymInt):
+                dims.symbols.setdefault(str(size.node.expr), Dim.sym(name))
 
 
 _OPTION = re.compile(r"(?:([A-Za-z_]\w*):)?(-?\d+)(?:=([A-Za-z_]\w*)(?::(\d+):(\d+))?)?\Z", re.ASCII)

@@ -92,7 +92,7 @@ def from_torch(
     reading = _Reading(program, held, Context(Builder(title), precision_in_force(), updates), dims)
     reading.leaves(rows)
     reading.nodes(program.graph)
-    return reading.finish(_metadata(module, held, reading.context))
+    return reading.finish(lambda: _metadata(module, held, reading.context))
 
 
 def _positional(forward: Callable[..., Any]) -> str | None:
@@ -223,7 +223,10 @@ class _Reading:
         """Inputs in the order of the call, then parameters, buffers and constants that something reads."""
         holders = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         specs = self.program.graph_signature.input_specs
+        first = self._first_names()
+        place = {label: i for i, label in enumerate(first)}
         given = [(s, holders[s.arg.name]) for s in specs if s.arg.name in holders]
+        given.sort(key=lambda pair: place.get(first.get(pair[0].target or "", ""), -1))
         inputs = [
             n for s, n in given if s.kind is InputKind.USER_INPUT and isinstance(n.meta.get("val"), Tensor)
         ]
@@ -231,7 +234,6 @@ class _Reading:
         builder = self.context.builder
         for label, spec in self.dims.specs.items():
             builder.dim(label, min=spec.min, max=spec.max, tune=spec.tune, multiple_of=spec.multiple_of)
-        first = self._first_names()
         taken: set[str] = {first.get(s.target, s.target) for s, _ in given if s.target}
         made: dict[str, Value] = {}
         for spec, node in given:
@@ -337,6 +339,8 @@ class _Reading:
 
     def _node(self, node: Node) -> Any:
         val = node.meta.get("val")
+        if any(self.env.get(n) is UNKNOWN for n in node.all_input_nodes):
+            return UNKNOWN
         if isinstance(val, (int, float, bool)):
             return val
         if isinstance(val, torch.SymInt):
@@ -347,11 +351,8 @@ class _Reading:
         if str(node.target) in _SKIPPED or not (node.users or writes(node)):
             return None
         if node.target is operator.getitem:
-            whole, index = self._arguments(node.args)
-            return UNKNOWN if whole is UNKNOWN else self._part(whole, index)
+            return self._part(*self._arguments(node.args))
         arguments, named = self._arguments(node.args), self._arguments(node.kwargs)
-        if any(v is UNKNOWN for v in pytree.tree_leaves((arguments, named), is_leaf=lambda v: v is UNKNOWN)):
-            return UNKNOWN
         metas = val if isinstance(val, (tuple, list)) else (val,)
         self.context.shapes = tuple(self._shape(m) for m in metas)
         convert = self._rule(node).convert
@@ -403,28 +404,29 @@ class _Reading:
 
     # The end.
 
-    def finish(self, metadata: dict[str, Any]) -> Blueprint:
+    def finish(self, told: Callable[[], dict[str, Any]]) -> Blueprint:
         """The outputs, and the blueprint without the nodes that none of them needs."""
         outputs = [] if self.findings else self._outputs()
         if self.findings:
             raise refused(self.context.builder.name, self.findings)
         if not outputs:
             raise unsupported("the module returns no tensor")
-        builder = self.context.builder
-        builder.metadata.update(metadata)
-        made = builder.build(*outputs)
+        metadata = told()
+        self.context.builder.metadata.update(metadata)
+        made = self.context.builder.build(*outputs)
         live = typed(made).nodes
         read = {r for n in live for r in n.tensors}
         leaves = tuple(v for v in made.leaves if v.kind == "input" or v.name in read)
         idle = sorted(v.name for v in made.leaves if v.kind == "param" and v not in leaves)
         if idle:
             metadata["imported"]["unused"] = idle
-            made = replace(made, metadata={**made.metadata, **metadata})
         ids = {n.id for n in live}
         nodes = tuple(n for n in made.nodes if n.id in ids)
         values = {v.name: self.values[v.name] for v in leaves if v.name in self.values}
         wanted = self._differentiable(leaves)
-        return replace(made, leaves=leaves, nodes=nodes, differentiable=wanted, values=values)
+        return replace(
+            made, leaves=leaves, nodes=nodes, differentiable=wanted, values=values, metadata=metadata
+        )
 
     def _differentiable(self, leaves: Sequence[Leaf]) -> tuple[str, ...] | None:
         """None, which means all that can be, unless a parameter is frozen."""

@@ -18,7 +18,7 @@ _AT = re.compile(r"^at [^;]*(?:; )?")
 
 
 def _inside_torch(file: str) -> bool:
-    return file.startswith(_TORCH)
+    return file.startswith((_TORCH, "torch/", "<"))
 
 
 def user_line(stack: str | None) -> tuple[str, int] | None:

@@ -314,7 +314,7 @@ def _one_hot(b: Context, x: Value, num_classes: Scalar = -1) -> Value:
 RULES: tuple[Rule, ...] = (
     *each(_product, "matmul.default", "mm.default", "bmm.default", "mv.default", "dot.default",
           "vdot.default",
-          "linalg_matmul.default", "__matmul__.default"),
+          "linalg_matmul.default"),
     *each(_linear, "linear.default"), *each(_added, "addmm.default", "baddbmm.default", "addmv.default"),
     *each(_outer, "outer.default", "ger.default"), *each(_addr, "addr.default"),
     *each(_einsum, "einsum.default"), *each(_tensordot, "tensordot.default"),
@@ -324,7 +324,7 @@ RULES: tuple[Rule, ...] = (
     *each(_cell("rnn_cell", nonlinearity="relu"), "rnn_relu_cell.default"),
     *(r for n in (1, 2, 3) for r in (
         *each(_conv(n), f"conv{n}d.default"), *each(_conv_padded(n), f"conv{n}d.padding"),
-        *each(_conv_transpose(n), f"conv_transpose{n}d.default", f"conv_transpose{n}d.input"))),
+        *each(_conv_transpose(n), f"conv_transpose{n}d.{'default' if n == 1 else 'input'}"))),
     *each(_convolution, "convolution.default"),
     *each(_attention, "scaled_dot_product_attention.default"),
     *each(_embedding, "embedding.default"), *each(_one_hot, "one_hot.default"),

@@ -174,6 +174,6 @@ RULES: tuple[Rule, ...] = (
     *each(_index_add, "index_add.default"), *each(_index, "index.Tensor", "_unsafe_index.Tensor"),
     *each(_index_put, "index_put.default", "_unsafe_index_put.default"),
     *each(_slice_scatter, "slice_scatter.default"), *each(_select_scatter, "select_scatter.default"),
-    *each(_nothing, "nonzero.default", "masked_select.default", "unique.default", "_unique2.default",
+    *each(_nothing, "nonzero.default", "masked_select.default", "_unique2.default",
           "nonzero_numpy.default", "argwhere.default"),
 )  # fmt: skip

@@ -299,7 +299,7 @@ RULES: tuple[Rule, ...] = (
     *each(_div, "div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "divide.Tensor",
           "true_divide.Tensor"),
     *each(_floor_divide, "floor_divide.default", "floor_divide.Scalar"),
-    *each(_pow, "pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar", "float_power.Tensor_Scalar"),
+    *each(_pow, "pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar"),
     *each(_binary("remainder"), "remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor"),
     *each(_binary("fmod"), "fmod.Tensor", "fmod.Scalar"),
     *each(_bitwise("logical_not", "bitwise_not"), "bitwise_not.default"),

@@ -1,0 +1,309 @@
+"""What an import promises beside equal values: names, sizes that vary, precision, refusals with lines."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper_ir.canonical import blueprint_id
+from esper_ir.diagnostics import EsperError
+from esper_ir.eager import to_torch
+from esper_ir.importers.torch_dims import from_options
+from esper_ir.importers.torch_export import RULES, from_torch
+from esper_ir.importers.torch_values import save
+from esper_ir.safetensors import read_tensor
+from esper_ir.text import load
+from esper_ir.types import DimSpec
+from tests.esper_ir.networks import Frozen, ResNet
+from tests.esper_ir.test_import_torch import inputs, same
+
+
+def refusal(module: Any, given: Any, **more: Any) -> EsperError:
+    with pytest.raises(EsperError) as caught:
+        from_torch(module, given, **more)
+    return caught.value
+
+
+# Names and values.
+
+
+def test_a_shared_parameter_is_one_leaf() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    blueprint = from_torch(module, torch.randn(3, 4), dynamic=0)
+    assert [v.name for v in blueprint.of_kind("param")] == ["0.weight", "0.bias", "2.bias"]
+    same(module, blueprint, inputs([(3, 4)]))
+
+
+def test_values_are_those_at_import_and_survive_the_file(tmp_path: Path) -> None:
+    module = ResNet().eval()
+    blueprint = from_torch(module, torch.randn(2, 3, 20, 18), dynamic=0)
+    before = {n: v.clone() for n, v in module.state_dict().items()}
+    with torch.no_grad():
+        module.fc.weight.zero_()
+    files = save(blueprint, tmp_path / "net.json")
+    twin = to_torch(load(files[0]))
+    data = files[1].read_bytes()
+    twin.load_state_dict({n: read_tensor(data, n) for n in twin.state_dict()})
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert blueprint.values.keys() == twin.state_dict().keys()
+
+
+def test_initialisers_are_those_of_the_layers() -> None:
+    module = nn.Sequential(nn.Linear(16, 4), nn.LayerNorm(4), nn.Conv1d(3, 5, 3))
+    module[2].extra = nn.Parameter(torch.full((2, 1), 0.25))
+
+    def forward(x: Tensor) -> Tensor:
+        return module[2](module[1](module[0](x))) * module[2].extra.sum()
+
+    module.forward = forward
+    init = {v.name: dict(v.init or {}) for v in from_torch(module, torch.randn(2, 3, 16)).of_kind("param")}
+    assert init["0.weight"] == {"kind": "kaiming_uniform"} and init["1.weight"] == {"kind": "ones"}
+    assert init["0.bias"] == {"kind": "uniform", "low": -0.25, "high": 0.25}
+    assert init["2.bias"]["high"] == pytest.approx(1 / 3) and init["2.extra"]["value"] == 0.25
+
+
+def test_the_id_does_not_depend_on_values() -> None:
+    ids = set()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ids.add(blueprint_id(from_torch(nn.Linear(4, 4), torch.randn(3, 4), dynamic=0)))
+    assert len(ids) == 1
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    blueprint = from_torch(Frozen(), torch.randn(3, 6), dynamic=0)
+    assert blueprint.differentiable == ("x", "a.weight", "b.weight")
+    assert [len(v.type.shape) for v in blueprint.of_kind("constant")] == [1]
+
+
+class Held(nn.Module):
+    """A large plain tensor, infinities, an unused parameter, a buffer that only changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(40, 40)
+        self.edge = torch.tensor([float("inf"), -1.0])
+        self.idle = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.minimum(x @ self.table, self.edge[0]) + self.calls
+
+
+def test_constants_and_leaves_that_nothing_reads(tmp_path: Path) -> None:
+    blueprint = from_torch(Held(), torch.randn(3, 40))
+    assert {v.name: isinstance(v.data, dict) for v in blueprint.of_kind("constant")} == {
+        "table": True,
+        "edge": True,
+    }
+    assert not blueprint.of_kind("param") and blueprint.metadata["imported"]["left_out"] == ["calls"]
+    files = save(blueprint, tmp_path / "held.json")
+    twin = to_torch(load(files[0]), base=tmp_path)
+    x = torch.randn(3, 40)
+    torch.testing.assert_close(twin(x), x @ blueprint.values["table"] + 1)
+
+
+def test_updates_are_further_outputs() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
+    blueprint = from_torch(module, torch.randn(5, 4), dynamic=0, updates=True)
+    names = blueprint.metadata["imported"]["updates"]
+    assert set(names) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    x = torch.randn(7, 4)
+    twin = to_torch(blueprint)
+    found = dict(zip(blueprint.outputs, twin(x), strict=True))
+    module(x)
+    for buffer, name in names.items():
+        torch.testing.assert_close(found[name], module.state_dict()[buffer], msg=buffer)
+
+
+# Sizes.
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x[:, None, :] * y[None]).sum(-1) / x.shape[0] + y.numel()
+
+
+def test_axes_with_names_and_ranges() -> None:
+    given = inputs([(3, 5), (4, 5)])
+    spec = DimSpec(1, 100, (10, 20))
+    blueprint = from_torch(Two(), given, dynamic={"x": {0: ("rows", spec)}, "y": {0: "others"}})
+    assert blueprint.dims["rows"] == spec and blueprint.dims["others"].tune == (4,)
+    assert [str(v.type) for v in blueprint.leaves] == ["float32[rows, 5]", "float32[others, 5]"]
+    same(Two(), blueprint, given)
+    same(Two(), blueprint, inputs([(7, 5), (1, 5)]))
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "dims"),
+    [(None, []), (0, ["batch", "batch2"]), ([0, 1], ["batch", "batch2", "size1"]), ({0: 0}, ["batch"]),
+     ({"y": [0]}, ["batch"]), ({"x": -1, "y": 1}, ["size1"])],
+)  # fmt: skip
+def test_forms_of_dynamic(dynamic: Any, dims: list[str]) -> None:
+    given = inputs([(3, 5), (4, 5)])
+    blueprint = from_torch(Two(), given, dynamic=dynamic)
+    assert sorted(blueprint.dims) == sorted(dims)
+    same(Two(), blueprint, given)
+
+
+def test_an_axis_of_one_may_vary() -> None:
+    blueprint = from_torch(nn.Linear(4, 2), torch.randn(1, 4), dynamic=0)
+    assert str(blueprint.leaves[0].type) == "float32[batch, 4]" and blueprint.dims["batch"].tune == (1,)
+
+
+def test_a_size_in_multiples() -> None:
+    spec = DimSpec(16, 64, multiple_of=16)
+    blueprint = from_torch(nn.Linear(4, 2), torch.randn(16, 4), dynamic={"input": {0: ("rows", spec)}})
+    assert blueprint.dims["rows"].multiple_of == 16 and blueprint.dims["rows"].tune == (16,)
+
+
+def test_options_of_the_command_line() -> None:
+    assert from_options(()) is None and from_options(("0", "1")) == [0, 1]
+    assert from_options(("x:0=rows", "y:1", "x:1=n:2:8")) == {
+        "x": {0: "rows", 1: ("n", DimSpec(2, 8))},
+        "y": {1: None},
+    }
+    for wrong in (("x",), ("0=rows",), ("0", "x:1"), ("x:0=1a",)):
+        with pytest.raises(EsperError, match="E0407"):
+            from_options(wrong)
+
+
+@pytest.mark.parametrize(
+    "dynamic", [5, {"z": 0}, {2: 0}, {"x": 7}, {"x": {"a": 1}}, {"x": {0: "not a name"}}]
+)
+def test_bad_dynamic(dynamic: Any) -> None:
+    assert refusal(Two(), inputs([(3, 5), (4, 5)]), dynamic=dynamic).code == "E0407"
+
+
+def test_a_size_that_the_code_fixes() -> None:
+    def fixed(x: Tensor) -> Tensor:
+        return x.view(6, 4)
+
+    error = refusal(fixed, torch.randn(6, 4), dynamic=0)
+    assert error.code == "E0405" and "batch" in error.message
+
+
+# Precision.
+
+
+def test_precision_in_force_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Flatten(), nn.Linear(20, 2))
+
+    def found() -> list[str]:
+        return [dict(n.attrs)["precision"] for n in from_torch(module, torch.randn(2, 3, 5)).nodes
+                if "precision" in dict(n.attrs)]  # fmt: skip
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert found() == ["tf32", "ieee"]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert found() == ["ieee", "tf32"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# Refusals.
+
+
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.erfinv(x)
+        y = y + torch.lgamma(x)
+        z = x[x > 0]
+        return F.dropout(y, 0.3) + z.sum() + torch.complex(x, x).real
+
+
+def test_everything_at_once_with_the_lines() -> None:
+    error = refusal(Wrong(), torch.rand(3, 4))
+    lines = {d.context.splitlines()[-1].strip() for d in error.diagnostics}
+    assert error.code in ("E0406", "E0103") and len(error.diagnostics) >= 4
+    assert {"y = torch.erfinv(x)", "y = y + torch.lgamma(x)", "z = x[x > 0]"} <= lines
+    assert all(Path(__file__).name in d.context for d in error.diagnostics)
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "word"),
+    [
+        (lambda x: x + 1 if x.sum() > 0 else x, "E0405", "data-dependent"),
+        (lambda x: torch.randn(3, 4) + x, "E0406", "random"),
+        (lambda x: x.nonzero(), "E0406", "depends on the data"),
+        (lambda x: x.add_(1), "E0406", "writes"),
+        (lambda x: 3, "E0406", "returns 3"),
+        (lambda x: None, "E0406", "no tensor"),
+        (lambda x: torch.fft.rfft(x).abs(), "E0406", ""),
+        (lambda x, y: x, "E0405", "inputs"),
+        (lambda x: x.to(torch.complex64).real, "E0103", "complex64"),
+    ],
+)
+def test_refusals(function: Any, code: str, word: str) -> None:
+    error = refusal(function, torch.rand(3, 4))
+    assert error.code == code and word in str(error), str(error)
+
+
+def test_writes_that_somebody_sees() -> None:
+    def through_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        part = y[:, 1:3]
+        part.mul_(3)
+        y[0] = 1.0
+        y.view(-1)[2:4] = x[0, :2]
+        return y, part.sum()
+
+    x = torch.rand(3, 4)
+    found = to_torch(from_torch(through_a_view, x))(x)
+    for ours, theirs in zip(found, through_a_view(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Rules as a whole.
+
+
+def test_every_rule_names_an_operator_of_torch() -> None:
+    for name in RULES:
+        space, op, overload = name.split(".")
+        assert space == "aten" and hasattr(getattr(torch.ops.aten, op, None), overload), name
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(blocks))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + F.gelu(layer(norm(x)), approximate="tanh").relu_()
+        return x
+
+
+def test_five_hundred_nodes_in_five_seconds_beyond_torch() -> None:
+    module, x = Deep(100), torch.randn(4, 8)
+    spent: list[float] = []
+    export = torch.export.export
+
+    def timed(*given: Any, **more: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return export(*given, **more)
+        finally:
+            spent.append(time.perf_counter() - start)
+
+    torch.export.export = timed
+    try:
+        start = time.perf_counter()
+        blueprint = from_torch(module, x, dynamic=0)
+        total = time.perf_counter() - start
+    finally:
+        torch.export.export = export
+    assert len(blueprint.nodes) == 500
+    assert total - sum(spent) < 5.0, total - sum(spent)
