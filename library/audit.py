@@ -53,6 +53,10 @@ class VerifyReport:
         }
         return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "all sound"
 
+    def joined(self, more: Iterable[Finding]) -> VerifyReport:
+        """With further findings."""
+        return VerifyReport(self.checked, (*self.findings, *more))
+
     def exit_code(self) -> int:
         """11 if bytes are corrupt or unavailable, else 12 if untrusted, else 13 if revoked, else 0."""
         kinds = {f.kind for f in self.findings}
@@ -81,12 +85,24 @@ def verify_library(lib: Core, records: Iterable[ArtifactRecord], *, contents: bo
     quarantine. Writers may go on meanwhile: a record that changed while it was looked at is looked at again.
     """
     findings: list[Finding] = []
-    sound: set[str] = set()
+    look = _Look(lib, contents, set())
     checked = 0
     for record in records:
         checked += 1
-        findings += _looked_at(_Look(lib, contents, sound), record)
+        findings += _looked_at(look, record)
     return VerifyReport(checked, tuple(findings))
+
+
+def verify_blueprints(lib: Core, *, contents: bool) -> list[Finding]:
+    """The same for the texts of all blueprints, those without an artifact included."""
+    found: list[Finding] = []
+    for record in rows.blueprints(lib.index):
+        try:
+            if contents or not lib.blobs.has(record.text_digest):
+                _read(_Look(lib, contents, set()), record.text_digest)
+        except EsperError as error:
+            found.append(finding_of(record.id, error))
+    return found
 
 
 @dataclass(frozen=True)

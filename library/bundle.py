@@ -14,6 +14,7 @@ import base64
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def _proof(core: Core, seq: int, tree: Tree) -> dict[str, Any] | None:
 
 
 def import_bundle(core: Core, data: bytes, *, dry_run: bool = False) -> list[str]:
-    """Check a bundle whole, then take it whole; ids that are new here or newly proven.
+    """Check a bundle whole, then take it whole; ids that are new here, newly proven or newly annotated.
 
     E0770, E0730, E0744 and the like; E0723 another content under a known id; E0725 a verdict that contradicts
     one given here.
@@ -161,7 +162,9 @@ def _digests(arrival: Arrival) -> list[str]:
 
 def _brings_something(core: Core, arrival: Arrival) -> bool:
     known = artifacts.known_content(core, arrival.unpacked.manifest["artifact_id"], arrival.digest)
-    return known is None or bool(_fresh_verdicts(core, known, arrival))
+    if known is None or _fresh_verdicts(core, known, arrival):
+        return True
+    return bool(_fresh_annotations(core, known, arrival))
 
 
 def _fresh_verdicts(
@@ -182,16 +185,25 @@ def _fresh_verdicts(
 def _record(core: Core, arrival: Arrival) -> None:
     artifact_id = arrival.unpacked.manifest["artifact_id"]
     record = artifacts.known_content(core, artifact_id, arrival.digest)
-    new = record is None
     if record is None:
         envelope, beside = arrival.envelope, list(arrival.beside)
         text = sha256_hex(arrival.text)
         record = artifacts.insert_artifact(core, arrival.unpacked, arrival.digest, text, envelope, beside)
     for values, report in _fresh_verdicts(core, record, arrival):
         verdicts.insert_verdict(core, artifact_id, values, report)
-    report = arrival.reports[-1] if arrival.reports else {}
-    for envelope, keyid, predicate in arrival.annotations if new else ():
-        verdicts.insert_annotation(core, record, envelope, keyid, predicate, report)
+    proven = verdicts.known(core, artifact_id)
+    for envelope, keyid, predicate in _fresh_annotations(core, proven, arrival):
+        verdicts.insert_annotation(core, proven, envelope, keyid, predicate)
+
+
+def _fresh_annotations(
+    core: Core, known: ArtifactRecord, arrival: Arrival
+) -> list[tuple[bytes, str, dict[str, Any]]]:
+    """Annotations of a proven artifact that are newer than the newest here."""
+    if known.state != VALIDATED:
+        return []
+    newest = rows.annotation_version(core.index, known.id)
+    return [item for item in arrival.annotations if item[2]["version"] > newest]
 
 
 def read_bundle(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -279,6 +291,9 @@ def _arrival(
     found = [_verdict(row, record, objects, document) for row in _list(item["verdicts"], "verdicts")]
     _check_proof(item, proven)
     notes = tuple(_annotation(row, record, document) for row in _list(item["annotations"], "annotations"))
+    versions = [predicate["version"] for _, _, predicate in notes]
+    if any(later <= earlier for earlier, later in pairwise(versions)):
+        raise fail("E0770", f"annotations of {record.id} are out of order")
     values, reports = tuple(v for v, _ in found), tuple(r for _, r in found)
     return Arrival(unpacked, item["digest"], text, envelope, beside, values, reports, notes)
 

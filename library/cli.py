@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from library import cli_keep, cli_trust, history, jobs, lineage, seen
-from library.audit import verify_library
+from library.audit import verify_blueprints, verify_library
 from library.bundle import read_bundle, read_file
 from library.cli_base import Tool, as_json, emit, reading, say, table, when, writing
 from library.contracts import KernelQuery
 from library.doctor import examine
-from library.records import ArtifactRecord
+from library.errors import fail
+from library.records import ARTIFACT_MOVES, ArtifactRecord
 from library.repair import repair
 from library.store import Library
 
@@ -50,6 +51,9 @@ def list_command(
 ) -> None:
     """List artifacts, blueprints or jobs."""
     wanted = state.upper() if state else None
+    states = _JOB_STATES if list_jobs else ARTIFACT_MOVES
+    if wanted is not None and wanted not in states:
+        raise fail("E0720", f"state {state!r} is not one of {', '.join(states)}")
     with reading(context) as lib:
         if list_jobs:
             what, found = "jobs", [dict(job.__dict__) for job in jobs.listed(lib, wanted)]
@@ -68,6 +72,7 @@ def list_command(
     table([c.upper() for c in columns], [[_cell(row, c) for c in columns] for row in found])
 
 
+_JOB_STATES = (jobs.QUEUED, jobs.RUNNING, jobs.DONE, jobs.DEAD)
 _COLUMNS = {
     "artifacts": ("id", "name", "state", "size", "created"),
     "blueprints": ("id", "name", "state", "created"),
@@ -228,7 +233,12 @@ def verify_command(
         if mend:
             objects = {d: o for place in bundles for d, o in read_bundle(read_file(place))[1].items()}
             done = repair(lib, wanted, objects)
-        report = verify_library(lib, wanted, contents=contents or mend or bool(artifacts))
+        deeply = contents or mend or bool(artifacts)
+        report = verify_library(lib, wanted, contents=deeply)
+        if not artifacts:
+            told = {(f.code, f.message) for f in report.findings}
+            texts = verify_blueprints(lib, contents=deeply)
+            report = report.joined([f for f in texts if (f.code, f.message) not in told])
     if as_json:
         emit("verify", {**report.to_json(), "repairs": [r.__dict__ for r in done]})
     else:

@@ -23,11 +23,13 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from esper_ir.diagnostics import EXIT_INTEGRITY, EsperError
+from esper_ir.diagnostics import EsperError
+from library.sizes import SIZE_OPS as SIZE_OPS
+from library.sizes import Size, check_size
+from library.sizes import bad as _bad
+from library.sizes import evaluate as evaluate
 
-Size = int | str | tuple[Any, ...]
 OPTIONAL = ("updates", "random")
-SIZE_OPS = ("add", "sub", "mul", "floordiv", "ceildiv", "mod", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -201,61 +203,6 @@ class LaunchManifest:
     interface: Interface
     plans: tuple[Plan, ...]
     kernels: tuple[Kernel, ...]
-
-
-def evaluate(size: Size, dims: Mapping[str, int]) -> int:
-    """Value of a size with every dim bound."""
-    if isinstance(size, int):
-        return size
-    if isinstance(size, str):
-        return dims[size]
-    op, a, b = size[0], evaluate(size[1], dims), evaluate(size[2], dims)
-    return _OPS[op](a, b)
-
-
-def _nonzero(b: int) -> int:
-    if b <= 0:
-        raise _bad("size", f"division by {b}")
-    return b
-
-
-_OPS = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "floordiv": lambda a, b: a // _nonzero(b),
-    "ceildiv": lambda a, b: -(-a // _nonzero(b)),
-    "mod": lambda a, b: a % _nonzero(b),
-    "min": min,
-    "max": max,
-}
-
-
-def _bad(where: str, what: str) -> EsperError:
-    return EsperError(
-        "E0720",
-        f"launch manifest: {what}",
-        node=where,
-        hint="the artifact is not usable; recompile it",
-        exit_code=EXIT_INTEGRITY,
-    )
-
-
-def check_size(size: Any, dims: frozenset[str], where: str, depth: int = 0) -> Size:
-    """A size from JSON, checked against the grammar and the declared dims."""
-    if isinstance(size, bool) or depth > 16:
-        raise _bad(where, f"not a size: {size!r}")
-    if isinstance(size, int):
-        return size
-    if isinstance(size, str) and size in dims:
-        return size
-    if isinstance(size, (list, tuple)) and len(size) == 3 and size[0] in SIZE_OPS:
-        return (
-            size[0],
-            check_size(size[1], dims, where, depth + 1),
-            check_size(size[2], dims, where, depth + 1),
-        )
-    raise _bad(where, f"not a size: {size!r}")
 
 
 def to_json(value: Any) -> Any:

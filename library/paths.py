@@ -13,10 +13,15 @@ import platformdirs
 from esper_ir.diagnostics import EsperError
 from library.errors import fail
 
-# Types of /proc/self/mountinfo on which SQLite's write-ahead log or link(2) cannot be relied upon.
+# Types of /proc/self/mountinfo on which SQLite's write-ahead log or link(2) cannot be relied upon: another
+# machine may write there too.
 NETWORK_TYPES = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs ncpfs fuse.sshfs fuse.s3fs "
-    "fuse.gcsfuse fuse.glusterfs fuse.ceph fuse.goofys fuse.rclone".split()
+    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs beegfs_nodev glusterfs ncpfs ocfs2 gfs2 pvfs2 "
+    "orangefs coda davfs davfs2 wekafs mfs lizardfs juicefs hdfs fuse".split()
+)
+# What lies behind a file system in user space cannot be told; these are known to be local.
+LOCAL_FUSE = frozenset(
+    "fuse.fuse-overlayfs fuse.gocryptfs fuse.encfs fuse.bindfs fuse.mergerfs fuse.ntfs-3g fuse.exfat".split()
 )
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -171,7 +176,7 @@ def refuse_network(path: Path) -> None:
     """E0705 on a network file system: the write-ahead log needs shared memory,
     which such a mount does not give."""
     kind = file_system_type(path)
-    if kind in NETWORK_TYPES:
+    if kind in NETWORK_TYPES or (kind.startswith("fuse.") and kind not in LOCAL_FUSE):
         raise fail(
             "E0705",
             f"{path} is on a {kind} mount",

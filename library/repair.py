@@ -9,16 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from esper_ir.diagnostics import EsperError
-from library import artifacts, jobs, rows
+from library import artifacts, jobs, query, rows
 from library.canon import canonical_json, parse_json, sha256_hex
 from library.core import Core
 from library.manifest import blueprint_text, unpack
-from library.records import ARCHIVED, ArtifactRecord
+from library.query import facts_of, known_facts
+from library.records import ARCHIVED, VALIDATED, ArtifactRecord
+from library.verdicts import known, rank_again, signed_facts
 
 
 @dataclass(frozen=True)
 class Repair:
-    """What was done about an object: "restored", "put in order", "job filed", "job waiting" or "lost"."""
+    """What was done about an object: restored, put in order, made again, job filed, job waiting or lost."""
 
     artifact_id: str
     digest: str
@@ -42,7 +44,24 @@ def repair(core: Core, records: Sequence[ArtifactRecord], objects: Mapping[str, 
             if not _sound(core, digest):
                 done.append(_mend(core, record, digest, what, objects))
         done += _in_order(core, record)
+        done += _ranked(core, record)
     return done
+
+
+def _ranked(core: Core, record: ArtifactRecord) -> list[Repair]:
+    """What find() knows, made again where it does not follow from what was signed."""
+    try:
+        with core.index.write():
+            now = known(core, record.id)
+            wanted = facts_of(now, signed_facts(core, now)) if now.state == VALIDATED else None
+            if known_facts(core.index, now.id) == wanted:
+                return []
+            query.drop_facts(core.index, rows.artifact_num(core.index, now.id))
+            if wanted is not None:
+                rank_again(core, now)
+    except EsperError:
+        return []  # nothing trusted to make it from; `verify` says why
+    return [Repair(record.id, record.digest, "what queries know", "made again")]
 
 
 def _wanted(core: Core, record: ArtifactRecord) -> list[tuple[str, str]]:
@@ -83,15 +102,15 @@ def _blueprint_text(core: Core, record: ArtifactRecord, digest: str) -> bytes | 
 
 
 def _in_order(core: Core, record: ArtifactRecord) -> list[Repair]:
-    known = rows.blueprint(core.index, record.blueprint)
-    if known is None or not _sound(core, known.text_digest) or not _sound(core, record.digest):
+    row = rows.blueprint(core.index, record.blueprint)
+    if row is None or not _sound(core, row.text_digest) or not _sound(core, record.digest):
         return []
-    kept = core.blobs.read_raw(known.text_digest)
+    kept = core.blobs.read_raw(row.text_digest)
     ordered = blueprint_text(unpack(core.blobs.read_raw(record.digest)).manifest).encode()
     said, meant = parse_json(kept), parse_json(ordered)
     if kept != canonical_json(said) or said != meant or json.dumps(said) == json.dumps(meant):
         return []
     digest = sha256_hex(ordered)
     with core.publishing({digest: ordered}, f"repair {record.id}"):
-        artifacts.set_text(core, known.id, digest)
+        artifacts.set_text(core, row.id, digest)
     return [Repair(record.id, digest, "blueprint", "put in order")]

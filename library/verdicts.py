@@ -108,23 +108,17 @@ def annotate(core: Core, artifact_id: str, annotation: Mapping[str, Any]) -> int
         if record.state != VALIDATED:
             text = f"{artifact_id} is {record.state}; only VALIDATED ones are annotated"
             raise fail("E0724", text, node=artifact_id)
-        verdict = read_verdict(core, record)
         version = rows.annotation_version(core.index, artifact_id) + 1
         predicate = {"version": version, "time": time.time(), "annotation": dict(annotation)}
         payload = dsse.statement(record.id, record.digest, dsse.ANNOTATION, predicate)
         envelope = dsse.seal(payload, dsse.IN_TOTO, [signer])
-        insert_annotation(core, record, envelope, signer.keyid, predicate, verdict.report if verdict else {})
+        insert_annotation(core, record, envelope, signer.keyid, predicate)
     core.after_write()
     return version
 
 
 def insert_annotation(
-    core: Core,
-    record: ArtifactRecord,
-    envelope: bytes,
-    keyid: str,
-    predicate: Mapping[str, Any],
-    report: Mapping[str, Any],
+    core: Core, record: ArtifactRecord, envelope: bytes, keyid: str, predicate: Mapping[str, Any]
 ) -> None:
     """The row and ledger entry of an annotation whose signature holds; inside a transaction."""
     version = predicate["version"]
@@ -132,7 +126,7 @@ def insert_annotation(
     seq = ledger.append(core.index, "artifact.annotated", record.id, data)
     num = rows.artifact_num(core.index, record.id)
     rows.add_annotation(core.index, num, (version, keyid, envelope, predicate["time"], seq))
-    query.write_facts(core.index, num, record, merged(report, predicate["annotation"]))
+    rank_again(core, record)
 
 
 def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:

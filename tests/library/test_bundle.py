@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from esper_ir.diagnostics import EsperError
+from library import dsse
+from library.audit import verify_library
 from library.bundle import MAGIC, export_bundle, import_bundle, read_bundle, read_file
 from library.canon import canonical_json, parse_json, sha256_hex
+from library.contracts import KernelQuery
+from library.history import audit
 from library.keys import new_key
 from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
 from library.store import Library
@@ -259,3 +264,62 @@ def test_a_revoked_artifact_does_not_come_back(bundle: bytes, other: Library) ->
     other.revoke(mine, "known to be bad")
     assert mine not in import_bundle(other, bundle)
     assert other.record(mine).state == "REVOKED"
+
+
+def test_what_was_compiled_here_gets_the_notes_too(bundle: bytes, other: Library) -> None:
+    """Known here as PENDING: verdict and annotation arrive together."""
+    mine = other.put_artifact(make_container(1)).id
+    import_bundle(other, bundle)
+    assert other.annotation(mine) == {"risk_score": 0.25}
+
+
+def test_newer_annotations_travel(bundle: bytes, lib: Library, other: Library, tmp_path: Path) -> None:
+    """The newest by number wins, wherever it was signed; an older one brings nothing."""
+    import_bundle(other, bundle)
+    proven = lib.artifacts(state=VALIDATED)[0].id
+    assert lib.annotate(proven, {"risk_score": 0.125}) == 2
+    export_bundle(lib, lib.artifacts(), tmp_path / "second")
+    assert import_bundle(other, read_file(tmp_path / "second"), dry_run=True) == [proven]
+    assert import_bundle(other, read_file(tmp_path / "second")) == [proven]
+    assert other.annotation(proven) == {"risk_score": 0.125}
+    (match,) = other.find(KernelQuery(required_tags=("trainable",))).matches
+    assert match.risk == 0.125
+    assert import_bundle(other, bundle) == [] == import_bundle(other, read_file(tmp_path / "second"))
+    assert other.annotation(proven) == {"risk_score": 0.125}
+    assert audit(other).findings == ()
+    assert verify_library(other, other.artifacts(), contents=True).findings == ()
+
+
+def note_on_a_refused_one(index: dict[str, Any], objects: dict[str, bytes]) -> None:
+    index["artifacts"][1]["annotations"] = index["artifacts"][0]["annotations"]
+
+
+def notes_twice(index: dict[str, Any], objects: dict[str, bytes]) -> None:
+    index["artifacts"][0]["annotations"] *= 2
+
+
+@pytest.mark.parametrize("change", [note_on_a_refused_one, notes_twice])
+def test_annotations_out_of_place(change: Any, bundle: bytes, other: Library) -> None:
+    before = contents(other.home)
+    with pytest.raises(EsperError):
+        import_bundle(other, respell(bundle, change))
+    assert contents(other.home) == before
+
+
+def test_an_annotated_artifact_that_was_refused_is_found_by_no_query(lib: Library, tmp_path: Path) -> None:
+    """Signed as both, in another library: the verdict decides."""
+    artifact = lib.put_artifact(make_container(5)).id
+    record = lib.record(artifact)
+    lib.record_verdict(artifact, {"generated_tags": ["trainable"]}, passed=False, reason="wrong")
+    predicate = {"version": 1, "time": 1.0, "annotation": {"risk_score": 0.5}}
+    payload = dsse.statement(artifact, record.digest, dsse.ANNOTATION, predicate)
+    envelope = dsse.seal(payload, dsse.IN_TOTO, [lib.trust.signer("validator")])
+    export_bundle(lib, lib.artifacts(), tmp_path / "b")
+
+    def add(index: dict[str, Any], objects: dict[str, bytes]) -> None:
+        index["artifacts"][0]["annotations"] = [base64.b64encode(envelope).decode()]
+
+    with Library.open(tmp_path / "third") as third:
+        import_bundle(third, respell(read_file(tmp_path / "b"), add))
+        assert third.find(KernelQuery()).matches == ()
+        assert verify_library(third, third.artifacts(), contents=True).findings == ()

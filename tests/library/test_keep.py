@@ -436,3 +436,17 @@ def test_places_that_are_no_file(lib: Library, fast_tmp: Path) -> None:
         "kept",
     ]
     export_bundle(lib, lib.artifacts(), fast_tmp / ("y" * 250))
+
+
+def test_repair_makes_again_what_queries_know(lib: Library) -> None:
+    first, second = validated(lib, 1, {"generated_tags": ["a"]}), validated(lib, 2, {"generated_tags": ["b"]})
+    lib.revoke(second, "bad")
+    with lib.index.write():
+        lib.index.run("UPDATE facts SET latency_ms = 0.001, rank = 0.001")
+        lib.index.run("INSERT INTO facts SELECT 2, tagset, rank, risk_rank, 1, 1, 1, '', 1, '{}' FROM facts")
+    assert len(lib.find(KernelQuery()).matches) == 2, "what the edit wanted"
+    assert {f.code for f in verify_library(lib, lib.artifacts(), contents=True).findings} == {"E0763"}
+    assert [r.action for r in repair(lib, lib.artifacts(), {})] == ["made again"] * 2
+    assert [m.artifact_id for m in lib.find(KernelQuery()).matches] == [first]
+    assert verify_library(lib, lib.artifacts(), contents=True).findings == ()
+    assert repair(lib, lib.artifacts(), {}) == []

@@ -72,9 +72,16 @@ def test_links_on_the_way(fast_tmp: Path, home: Path) -> None:
 def test_network_file_systems_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Library.open(home).close()
     assert file_system_type(home) in ("tmpfs", "ext4", "xfs", "btrfs", "overlay", "zfs")
-    for kind in ("nfs4", "cifs", "9p", "lustre", "fuse.sshfs"):
+    before = contents(home)
+    for kind in ("nfs4", "cifs", "9p", "lustre", "fuse.sshfs", "fuse.somebody-elses", "fuse"):
         monkeypatch.setattr(paths, "file_system_type", lambda path, kind=kind: kind)
         assert code_of(Library.open, home) == ("E0705", 16)
+        assert code_of(Library.open, home, readonly=True) == ("E0705", 16)
+        assert code_of(Library.open, home.parent / "new") == ("E0705", 16)
+    assert contents(home) == before
+    for kind in ("ext4", "xfs", "overlay", "fuse.fuse-overlayfs", "fuseblk", ""):
+        monkeypatch.setattr(paths, "file_system_type", lambda path, kind=kind: kind)
+        Library.open(home).close()
 
 
 @pytest.mark.parametrize(
