@@ -57,16 +57,19 @@ def compare(first: Blueprint, second: Blueprint) -> Comparison:
     rows: list[Row] = []
     if first.name != second.name:
         rows.append(Row("name", "", "name", first.name, second.name))
-    rows += _keyed("dim", *({n: _spec(s) for n, s in bp.dims.items()} for bp in pair))
-    rows += _keyed("leaf", *({v.name: _leaf(v) for v in bp.leaves} for bp in pair))
-    order = [tuple(v.name for v in bp.leaves) for bp in pair]
-    if order[0] != order[1] and set(order[0]) == set(order[1]):
-        rows.append(Row("leaf", "", "order", list(order[0]), list(order[1])))
-    graphs = (typed(first), typed(second))
+    dims = [{n: _spec(s) for n, s in bp.dims.items()} for bp in pair]
+    rows += _keyed("dim", dims[0], dims[1])
+    leaves = [{v.name: _leaf(v) for v in bp.leaves} for bp in pair]
+    rows += _keyed("leaf", leaves[0], leaves[1])
+    first_order, second_order = ([v.name for v in bp.leaves] for bp in pair)
+    if first_order != second_order and set(first_order) == set(second_order):
+        rows.append(Row("leaf", "", "order", first_order, second_order))
     if ids[0] != ids[1]:
-        rows += _nodes(*graphs)
+        rows += _nodes(typed(first), typed(second))
     rows += _lists("outputs", first.outputs, second.outputs, ids[0] == ids[1])
     rows += _lists("differentiable", differentiable(first), differentiable(second), False)
+    rows += _lists("updates", *(tuple(f"{k}: {v}" for k, v in bp.updates.items()) for bp in pair), False)
+    rows += _lists("random", first.random, second.random, False)
     return Comparison(ids, faces, tuple(rows))
 
 

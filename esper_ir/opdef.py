@@ -137,8 +137,8 @@ Lowering = Pointwise | Reduction | Movement | Contraction | Composite | Creation
 
 @dataclass(frozen=True)
 class NotDifferentiable:
-    """Why there is no gradient. `constant`: the result counts as a constant by intention, so that asking for
-    a gradient through it is no error and gives zero.
+    """Why there is no gradient. `constant`: the result counts as a constant (it is piecewise constant, or cut
+    off by intention), so that asking for a gradient through it is no error and gives zero, as in torch.
     """
 
     reason: str

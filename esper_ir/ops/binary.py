@@ -85,7 +85,7 @@ def binary(
         isinstance(e, Prim) for e in walk(made({p.name: p.default for p in params} | dict(attrs or {})))
     )
     vjp: VjpRule | NotDifferentiable = (
-        NotDifferentiable(flat) if flat else pointwise_vjp(made, 2, derivatives)
+        NotDifferentiable(flat, constant=True) if flat else pointwise_vjp(made, 2, derivatives)
     )
     return OpDef(
         name=name,

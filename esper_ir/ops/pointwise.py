@@ -89,7 +89,7 @@ def unary(
         name=name,
         infer=infer or elementwise(out, accepts),
         reference=reference or call(name),
-        vjp=NotDifferentiable(flat) if flat else pointwise_vjp(made, 1, derivatives),
+        vjp=NotDifferentiable(flat, constant=True) if flat else pointwise_vjp(made, 1, derivatives),
         lowering=Pointwise(made),
         samples=tuple(s for c in cases for s in samples(low, high, c, dtypes)),
         arity=(1, 1),

@@ -118,14 +118,24 @@ def test_broadcasting_in_every_position() -> None:
 
 def test_no_gradient_on_the_way() -> None:
     b = Builder("b")
-    x = f32(b, "x", 3)
-    graph = typed(b.build(b.floor(x) * 2.0))
+    x, g = f32(b, "x", 1, 1, 4, 4), f32(b, "g", 1, 1, 2, 2)
+    places = b.many("max_pool2d_with_indices", x, kernel=(2, 2))[1]
+    graph = typed(b.build(b.max_pool2d_grad(g, x, places, kernel=(2, 2))))
     with pytest.raises(EsperError) as caught:
-        joint(graph, ["x"])
-    assert caught.value.code == "E0401" and caught.value.node == "floor"
+        joint(graph, ["g"])
+    assert caught.value.code == "E0401" and caught.value.node == "max_pool2d_grad"
     with pytest.raises(EsperError) as caught:
         joint(graph, ["nothing"])
     assert caught.value.code == "E0310"
+
+
+@pytest.mark.parametrize("op", ["floor", "sign", "detach"])
+def test_what_is_constant_passes_zero(op: str) -> None:
+    b = Builder("b")
+    x, y = f32(b, "x", 3), f32(b, "y", 3)
+    both = check(b.build(b.op(op, x) * y + b.exp(b.op(op, y))))
+    assert both.gradients["x"] is None and both.gradients["y"] is not None
+    assert joint(typed(b.build(b.op(op, x))), ["x"]).gradients == {"x": None}
 
 
 def test_truth_values_stop_the_gradient() -> None:

@@ -76,7 +76,7 @@ def _rsub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
 def _div(b: Context, x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return _pair(b, "div", x, y)
-    return _pair(b, f"{rounding_mode}_divide", _flat(b, x), _flat(b, y))
+    return _pair(b, f"{rounding_mode}_divide", x, y)
 
 
 def _floor_divide(b: Context, x: Tensor, y: Tensor) -> Value:
@@ -199,21 +199,12 @@ def _threshold(b: Context, x: Value, threshold: Number, value: Number) -> Value:
 
 def _round(b: Context, x: Value, decimals: int = 0) -> Value:
     scale = 10.0**decimals
-    return b.op("div", b.op("round", b.op("mul", _flat(b, x), scale)), scale)
-
-
-def _flat(b: Context, x: Tensor) -> Tensor:
-    """The operand of what is piecewise constant: torch's gradient is zero, the language has none there."""
-    return b.op("detach", x) if isinstance(x, Value) and x.type.dtype.is_floating else x
+    return b.op("div", b.op("round", b.op("mul", x, scale)), scale)
 
 
 def _rounded(op: str) -> Callable[..., Value]:
     """Integers are round already."""
-    return lambda b, x: b.op(op, _flat(b, x)) if x.type.dtype.is_floating else x
-
-
-def _sign(b: Context, x: Value) -> Value:
-    return b.op("sign", _flat(b, x))
+    return lambda b, x: b.op(op, x) if x.type.dtype.is_floating else x
 
 
 def _logit(b: Context, x: Value, eps: float | None = None) -> Value:
@@ -321,7 +312,7 @@ RULES: tuple[Rule, ...] = (
     *each(_prelu, "prelu.default", "_prelu_kernel.default"), *each(_rrelu, "rrelu.default"),
     *each(_gelu, "gelu.default"), *each(_softplus, "softplus.default"), *each(_hardtanh, "hardtanh.default"),
     *each(_shrink("softshrink"), "softshrink.default"), *each(_shrink("hardshrink"), "hardshrink.default"),
-    *each(_threshold, "threshold.default"), *each(_sign, "sign.default", "sgn.default"),
+    *each(_threshold, "threshold.default"), *each(_unary("sign"), "sign.default", "sgn.default"),
     *each(_rounded("trunc"), "fix.default"),
     *each(_round, "round.decimals"), *each(_logit, "logit.default"),
     *each(_binary("xlogy"), "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
