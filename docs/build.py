@@ -19,6 +19,8 @@ from typing import Any
 
 import click
 
+from docs import samples
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 ENTRY = re.compile(r"^#{1,4} +`?(E\d{4})`?.*$", re.MULTILINE)
@@ -230,6 +232,7 @@ def pages() -> Iterator[tuple[Path, str]]:
         yield path, between(path.read_text(encoding="utf-8"), "commands", reference(package))
     path = DOCS / "torch.md"
     yield path, between(path.read_text(encoding="utf-8"), "torch", torch_table())
+    yield DOCS / "samples.md", samples.page()
     path = DOCS / "blueprint.md"
     yield path, between(path.read_text(encoding="utf-8"), "operators", operators())
     path = ROOT / "README.md"

@@ -41,6 +41,8 @@ def _conv(rank: int) -> Rule:
     def rule(b: Any, x: Any, w: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
              groups: int = 1) -> Any:  # fmt: skip
         spread = listed(dilation, rank)
+        if padding == "same" and set(listed(stride, rank)) != {1}:
+            raise Excluded("the language has numbers for padding, not names")
         x, border = _padded(b, x, w, padding, spread)
         return b.op(f"conv{rank}d", x, w, *([] if bias is None else [bias]), stride=listed(stride, rank),
                     padding=border, dilation=spread, groups=groups)  # fmt: skip
@@ -51,7 +53,12 @@ def _conv(rank: int) -> Rule:
 def _transposed(rank: int) -> Rule:
     def rule(b: Any, x: Any, w: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
              output_padding: Any = 0, groups: int = 1, dilation: Any = 1) -> Any:  # fmt: skip
-        numbers = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+        numbers = {
+            "stride": stride,
+            "padding": padding,
+            "output_padding": output_padding,
+            "dilation": dilation,
+        }
         attrs = {k: listed(v, rank) for k, v in numbers.items()}
         return b.op(f"conv_transpose{rank}d", x, w, *([] if bias is None else [bias]), groups=groups, **attrs)
 
@@ -114,7 +121,8 @@ def _adaptive(name: str, rank: int) -> Rule:
 
 
 def _interpolate(b: Any, x: Any, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
-                 align_corners: Any = None, recompute_scale_factor: Any = None, antialias: bool = False) -> Any:  # fmt: skip
+                 align_corners: Any = None, recompute_scale_factor: Any = None,
+                 antialias: bool = False) -> Any:  # fmt: skip
     rank = x.type.rank - 2
     if mode not in ("nearest", "linear", "bilinear", "trilinear") or antialias:
         raise Excluded(f"resampling by {mode}")
@@ -268,7 +276,9 @@ def _distance(b: Any, x: Any, y: Any, p: float = 2.0, eps: float = 1e-6, keepdim
 
 
 def _power(rank: int) -> Rule:
-    def rule(b: Any, x: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+    def rule(
+        b: Any, x: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
+    ) -> Any:
         extra = {} if stride is None else {"stride": listed(stride, rank)}
         return b.op(f"lp_pool{rank}d", x, p=float(norm_type), kernel=listed(kernel_size, rank),
                     ceil_mode=ceil_mode, **extra)  # fmt: skip
@@ -294,7 +304,9 @@ IMAGES: dict[str, Rule] = {
     **{f"nn.functional.avg_pool{n}d": _avg(n) for n in (1, 2, 3)},
     **{f"nn.functional.lp_pool{n}d": _power(n) for n in (1, 2, 3)},
     **{f"nn.functional.adaptive_{k}_pool{n}d": _adaptive(k, n) for n in (1, 2, 3) for k in ("avg", "max")},
-    **{f"nn.functional.interpolate.{m}": _interpolate for m in ("nearest", "linear", "bilinear", "trilinear")},
+    **{
+        f"nn.functional.interpolate.{m}": _interpolate for m in ("nearest", "linear", "bilinear", "trilinear")
+    },
     "nn.functional.upsample_nearest": _upsample_nearest,
     "nn.functional.upsample_bilinear": _upsample_bilinear,
     **{f"nn.functional.{n}": r for n, r in LOSSES.items()},

@@ -101,6 +101,8 @@ def _addc(name: str) -> Rule:
 
 
 def _masked_fill(b: Any, x: Any, mask: Any, value: Any) -> Any:
+    if hasattr(value, "type") and value.type.rank:
+        raise Excluded("the name, not the operator, refuses this rank")
     return b.op("where", mask, value, x) if hasattr(value, "type") else b.op(
         "masked_fill", x, mask, value=float(value))  # fmt: skip
 
@@ -166,6 +168,7 @@ POINTWISE: dict[str, Rule] = {
     "nn.functional.softplus": _with("softplus", "beta", "threshold"),
     "nn.functional.softshrink": _with("softshrink", "lambd"),
     "nn.functional.hardshrink": _with("hardshrink", "lambd"), "nn.functional.hardtanh": _hardtanh,
-    "nn.functional.threshold": _threshold, "nn.functional.prelu": lambda b, x, weight: b.op("prelu", x, weight), "nn.functional.glu": _glu,
+    "nn.functional.threshold": _threshold, "nn.functional.glu": _glu,
+    "nn.functional.prelu": lambda b, x, weight: b.op("prelu", x, weight),
     "clone": _same, "contiguous": _same, "positive": _same, "resolve_conj": _same, "resolve_neg": _same,
 }  # fmt: skip

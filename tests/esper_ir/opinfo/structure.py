@@ -35,6 +35,17 @@ def _transpose(b: Any, x: Any, a: int, c: int) -> Any:
     return b.op("transpose", x, dim0=a, dim1=c)
 
 
+def _ranked(x: Any, low: int, high: int) -> bool:
+    """Some names of an operator take fewer ranks than it does."""
+    if not low <= x.type.rank <= high:
+        raise Excluded("the name, not the operator, refuses this rank")
+    return True
+
+
+def _t(b: Any, x: Any) -> Any:
+    return _turn(b, x) if _ranked(x, 0, 2) else x
+
+
 def _turn(b: Any, x: Any) -> Any:
     return b.op("transpose", x, dim0=-2, dim1=-1) if x.type.rank > 1 else x
 
@@ -131,6 +142,7 @@ def _diagonal_linalg(b: Any, x: Any, offset: int = 0, dim1: int = -2, dim2: int 
 
 
 def _trace(b: Any, x: Any) -> Any:
+    _ranked(x, 2, 2)
     return b.op("sum", b.op("diagonal", x))
 
 
@@ -150,14 +162,14 @@ def _pad(b: Any, x: Any, pad: Any, mode: str = "constant", value: Any = None) ->
     pairs = [[0, 0] for _ in range(x.type.rank)]
     for i in range(len(pad) // 2):
         pairs[-1 - i] = [pad[2 * i], pad[2 * i + 1]]
-    if mode in ("constant", "replicate"):
+    if mode == "constant":
         x = _cut_negative(b, x, pairs)
     before, after = [max(p[0], 0) for p in pairs], [max(p[1], 0) for p in pairs]
     if mode == "constant":
         return b.op("pad", x, before=before, after=after, value=0.0 if value is None else float(value))
     if mode != "replicate" and any(min(p) < 0 for p in pairs):
         raise Excluded("a negative border of another kind than constant")
-    return b.op("pad_border", x, mode=mode, before=before, after=after)
+    return _cut_negative(b, b.op("pad_border", x, mode=mode, before=before, after=after), pairs)
 
 
 def _like_number(name: str) -> Rule:
@@ -221,7 +233,7 @@ def _attention(b: Any, q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p:
                is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> Any:  # fmt: skip
     if dropout_p:
         raise Excluded("dropout draws random numbers")
-    given = [v for v in (q, k, v)]
+    given = [q, k, v]
     lead = sizes(q)[:-2]
     if q.type.rank != 4:
         given = [b.op("reshape", t, shape=[1, -1, *sizes(t)[-2:]]) for t in given]
@@ -282,7 +294,8 @@ def _local(b: Any, x: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k
 
 
 def _embedding(b: Any, rows: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None,
-               norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:  # fmt: skip
+               norm_type: float = 2.0, scale_grad_by_freq: bool = False,
+               sparse: bool = False) -> Any:  # fmt: skip
     if max_norm is not None:
         raise Excluded("an embedding that changes its table")
     if padding_idx is not None or scale_grad_by_freq:
@@ -303,19 +316,21 @@ def _meshgrid(b: Any, first: Any, *rest: Any, indexing: str = "ij") -> Any:
 STRUCTURE: dict[str, Rule] = {
     "reshape": _reshape, "view": _reshape, "reshape_as": _like("reshape"), "view_as": _like("reshape"),
     "expand": _expand, "expand_as": _like("expand"), "broadcast_to": _expand, "permute": _permute,
-    "transpose": flat(_transpose), "t": _turn, "mT": _turn, "T": _turn, "flatten": _flatten,
+    "transpose": flat(_transpose), "t": _t, "mT": _turn, "T": _turn, "flatten": _flatten,
     "ravel": lambda b, x: b.op("reshape", x, shape=[-1]) if sizes(x) else b.op("reshape", x, shape=[1]),
     "squeeze": _squeeze, "squeeze.multiple": _squeeze, "unsqueeze": _unsqueeze, "unflatten": _unflatten,
     "narrow": _narrow, "select": _select, "split": _split, "split.list_args": _split,
     "split_with_sizes": _split, "chunk": _chunk, "unbind": _unbind, "cat": _cat, "stack": _stack,
-    "flip": _flip, "fliplr": lambda b, x: _flip(b, x, [1]), "flipud": lambda b, x: _flip(b, x, [0]),
+    "flip": _flip, "fliplr": lambda b, x: _flip(b, x, [1]),
+    "flipud": lambda b, x: _flip(b, x, [0] if _ranked(x, 1, 99) else []),
     "roll": _roll, "repeat": _repeat, "tile": _tile, "movedim": _movedim, "diagonal": _diagonal,
     "linalg.diagonal": _diagonal_linalg, "trace": _trace, "tril": _triangle("tril"),
     "triu": _triangle("triu"), **{f"nn.functional.pad.{m}": _pad for m in (
         "constant", "reflect", "replicate", "circular", "replicate_negative")},
     "constant_pad_nd": lambda b, x, pad, value=0: _pad(b, x, pad, "constant", value),
     "zeros_like": _like_number("zeros_like"), "ones_like": _like_number("ones_like"),
-    "nn.functional.pixel_shuffle": lambda b, x, upscale_factor: b.op("pixel_shuffle", x, factor=upscale_factor),
+    "nn.functional.pixel_shuffle": lambda b, x, upscale_factor: b.op(
+        "pixel_shuffle", x, factor=upscale_factor),
     "nn.functional.pixel_unshuffle": lambda b, x, downscale_factor: b.op(
         "pixel_unshuffle", x, factor=downscale_factor),
     "matmul": _matmul, "__rmatmul__": lambda b, x, y: _matmul(b, y, x),
