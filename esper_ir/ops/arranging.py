@@ -53,7 +53,9 @@ def _record(
     )  # fmt: skip
 
 
-def _same(x: TensorType, attrs: Attrs) -> Shape:
+def _roll_shape(x: TensorType, attrs: Attrs) -> Shape:
+    for at in range(x.rank) if attrs["dims"] is None else attrs["dims"]:
+        _static(x, at)
     return x.shape
 
 
@@ -200,6 +202,8 @@ def _expand_shuffle(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequ
 def _unshuffled(x: TensorType, attrs: Attrs) -> Shape:
     *lead, c, h, w = x.shape
     r = attrs["factor"]
+    if any(d.static == 0 for d in x.shape):
+        raise EsperError("E0204", f"{x} has pictures of nothing", hint="sizes of 1 or more")
     return (*lead, c * (r * r), _part(h, r, x), _part(w, r, x))
 
 
@@ -221,7 +225,8 @@ def _border_shape(x: TensorType, attrs: Attrs) -> Shape:
         raise EsperError("E0203", f"borders {list(before)} of {x}", hint="a number per axis, none negative")
     for at, (b, a) in enumerate(zip(before, after, strict=True)):
         most = {"reflect": -1, "circular": 0}.get(mode)
-        if most is not None and max(b, a) and max(b, a) > _static(x, at) + most:
+        size = _static(x, at) if b or a else 1
+        if not size or (most is not None and max(b, a) > size + most and (b or a)):
             raise EsperError("E0203", f"a {mode} border of {max(b, a)} along axis {at} of {x}")
     return tuple(n + (b + a) for n, b, a in zip(x.shape, before, after, strict=True))
 
@@ -274,6 +279,8 @@ def _border_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 def _glu_shape(x: TensorType, attrs: Attrs) -> Shape:
     accept([x], "float")
     at = attrs["dim"]
+    if not x.rank or _static(x, at) % 2:
+        raise EsperError("E0204", f"{x} has no halves along axis {at}", hint="an even number")
     return (*x.shape[:at], _part(x.shape[at], 2, x), *x.shape[at + 1 :])
 
 
@@ -313,7 +320,8 @@ def _like(name: str, value: float) -> OpDef:
 
 
 def _infer_eye(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    if any(isinstance(attrs[k], (bool, float)) for k in ("rows", "columns")):
+    given = [attrs[k] for k in ("rows", "columns") if attrs[k] is not None]
+    if any(isinstance(v, (bool, float)) or (isinstance(v, int) and not 0 <= v < 2**31) for v in given):
         raise EsperError("E0203", f"eye of {attrs['rows']}, {attrs['columns']}", hint="sizes")
     rows = Dim.of(attrs["rows"])
     columns = rows if attrs["columns"] is None else Dim.of(attrs["columns"])
@@ -339,7 +347,7 @@ EYE = OpDef(
 PAIR = (Attr("before", "ints", doc="per axis"), Attr("after", "ints", doc="per axis"))
 
 OPS = (
-    _record("roll", _same, _expand_roll, lambda i, a: (torch.roll(i[0], a["shifts"], a["dims"]),),
+    _record("roll", _roll_shape, _expand_roll, lambda i, a: (torch.roll(i[0], a["shifts"], a["dims"]),),
             (Attr("shifts", "ints"), Attr("dims", "ints", None, doc="null: as one axis")),
             [((4, 6), {"shifts": (2,), "dims": (1,)}), ((4, 6), {"shifts": (1, -2), "dims": (0, -1)}),
              ((4, 6), {"shifts": (5,)}), ((4, 6), {"shifts": (6,), "dims": (1,)})], "torch.roll",

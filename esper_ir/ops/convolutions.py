@@ -95,8 +95,10 @@ def _transposed(x: TensorType, w: TensorType, attrs: Attrs) -> TensorType:
     """(size - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1 per axis."""
     same(w.shape[0], x.shape[1], "the weight is [in, out / groups, ...]", w.shape, x.shape)
     groups = attrs["groups"]
-    if x.shape[1].static is None or x.shape[1].static % groups:
+    if not x.shape[1].static or x.shape[1].static % groups:
         raise EsperError("E0206", f"cannot prove that {groups} groups divide {x.shape[1]} channels")
+    if any(size.static == 0 for size in x.shape[2:]):
+        raise EsperError("E0204", f"{x} has images of nothing", hint="only the batch may be empty")
     sizes: list[Dim] = []
     for axis, (size, kernel) in enumerate(zip(x.shape[2:], w.shape[2:], strict=True)):
         if kernel.static is None or kernel.static < 1:

@@ -59,6 +59,26 @@ def _shared(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return _result(types[0], broadcast([t.shape for t in types]), attrs)
 
 
+def _paired(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """Two operands of one shape, and a weight that broadcasts to it."""
+    x, t, *weight = _alike(operands)
+    if x.rank != t.rank:
+        raise EsperError("E0204", f"{x} and {t} differ in rank", hint="operands of this loss have one shape")
+    for a, b in zip(x.shape, t.shape, strict=True):
+        same(a, b, "operands of this loss have one shape", x.shape, t.shape)
+    if any(broadcast([x.shape, w.shape]) != x.shape for w in weight):
+        raise EsperError("E0204", f"{weight[0]} is no weight of {x}", hint="it broadcasts to the operand")
+    return _result(x, x.shape, attrs)
+
+
+def _of_one_rank(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    types = _alike(operands)
+    if len({t.rank for t in types}) > 1:
+        found = ", ".join(map(str, types))
+        raise EsperError("E0204", f"{found} differ in rank", hint="operands of this loss have one rank")
+    return _shared(operands, attrs)
+
+
 def _expansion(elements: Elements) -> Any:
     def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
         wide = [up(emit, val(v)) for v in inputs]
@@ -198,6 +218,8 @@ def _vjp_nll(
 
 def _resolve_angle(operands: Types, attrs: Attrs) -> dict[str, Any]:
     rank = max(tensor(o, i).rank for i, o in enumerate(operands))
+    if attrs["eps"] < 0:
+        raise EsperError("E0203", f"eps is {attrs['eps']}", hint="not negative")
     if not rank:
         raise EsperError("E0207", "an angle needs an axis", hint="reshape to [1]")
     return {**attrs, "dim": axis(attrs["dim"], rank)}
@@ -276,14 +298,18 @@ def _distance(emit: Emit, a: Val, b: Val, attrs: Attrs, keepdim: bool = False) -
 def _infer_distance(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     types = _alike(operands)
     shape = broadcast([t.shape for t in types])
+    if len(types) > 2 and len({t.rank for t in types}) > 1:
+        raise EsperError("E0204", "operands differ in rank", hint="three tensors of one rank")
     if not shape:
         raise EsperError("E0207", "a distance needs an axis", hint="reshape to [1]")
     kept = (ONE,) if attrs.get("keepdim") else ()
     return _result(types[0], (*shape[:-1], *kept), attrs)
 
 
-def _positive_margin(operands: Types, attrs: Attrs) -> dict[str, Any]:
-    if attrs["margin"] <= 0:
+def _powered(operands: Types, attrs: Attrs) -> dict[str, Any]:
+    if attrs["p"] == 0:
+        raise EsperError("E0203", "p is 0", hint="any other number")
+    if attrs.get("margin", 1.0) <= 0:
         raise EsperError("E0203", f"margin is {attrs['margin']}", hint="larger than 0")
     return dict(attrs)
 
@@ -353,8 +379,8 @@ def _nll_samples() -> tuple[Sample, ...]:
 
 
 OPS = (
-    criterion("binary_cross_entropy", _bce, shapes=[(s, s) for s in ROWS], low=0.05, high=0.95, vjp=_vjp_bce,
-              most=3),
+    criterion("binary_cross_entropy", _bce, infer=_paired, shapes=[(s, s) for s in ROWS], low=0.05,
+              high=0.95, vjp=_vjp_bce, most=3),
     OpDef(
         name="nll_loss", infer=_infer_nll, reference=_nll_reference, vjp=_vjp_nll,
         lowering=Composite(_expand_nll), samples=_nll_samples(), arity=(2, 3), cost=_cost,
@@ -369,13 +395,15 @@ OPS = (
               shapes=[((5, 7), (5, 7), (5,))], cases=({}, {"margin": 0.3})),
     criterion("hinge_embedding_loss", _hinge, _number("margin", 1.0), shapes=[(s, s) for s in ROWS],
               cases=({}, {"margin": 0.5})),
-    criterion("margin_ranking_loss", _ranking, _number("margin", 0.0), shapes=[((5,), (5,), (5,))],
+    criterion("margin_ranking_loss", _ranking, _number("margin", 0.0), infer=_of_one_rank,
+              shapes=[((5,), (5,), (5,))],
               cases=({}, {"margin": 0.5})),
     criterion("soft_margin_loss", _soft, reference=_soft_reference, shapes=[(s, s) for s in ROWS]),
     criterion("pairwise_distance", lambda e, v, a: _distance(e, v[0], v[1], a, a["keepdim"]), POWER,
               _number("eps", 1e-6), Attr("keepdim", "bool", False), infer=_infer_distance, reduction=False,
+              resolve=_powered,
               shapes=[((5, 7), (5, 7)), ((2, 3, 9), (9,))], cases=({}, {"p": 1.0, "keepdim": True})),
     criterion("triplet_margin_loss", _triplet, _number("margin", 1.0), POWER, _number("eps", 1e-6),
-              Attr("swap", "bool", False), infer=_infer_distance, resolve=_positive_margin,
+              Attr("swap", "bool", False), infer=_infer_distance, resolve=_powered,
               shapes=[((5, 7), (5, 7), (5, 7))], cases=({}, {"p": 1.0}, {"swap": True})),
 )  # fmt: skip

@@ -117,6 +117,15 @@ def without(attrs: Attrs, name: str) -> dict[str, Any]:
     return {k: v for k, v in attrs.items() if k != name}
 
 
+def _whole(x: TensorType, attrs: Attrs) -> None:
+    """torch's mean over three axes takes no image that is smaller than the window, whatever the padding."""
+    for size, kernel, padding in zip(x.shape[2:], attrs["kernel"], attrs["padding"], strict=True):
+        if size.static is None and padding:
+            raise EsperError("E0206", f"cannot prove {size} >= {kernel} for {x}", hint="make it a number")
+        if size.static is not None and size.static < kernel:
+            raise EsperError("E0204", f"the window {attrs['kernel']} does not fit into {x}")
+
+
 def _cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
     out = outputs[0].numel
     for size in attrs["kernel"]:
@@ -151,7 +160,10 @@ def _max_gradient_reference(rank: int) -> Any:
 
 def _infer(rank: int, indices: bool) -> Any:
     def infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-        out = pooled(image(operands[0], rank), rank, attrs)
+        x = image(operands[0], rank)
+        out = pooled(x, rank, attrs)
+        if rank == 3 and "dilation" not in attrs:
+            _whole(x, attrs)
         return (out, TensorType(DType.int64, out.shape)) if indices else (out,)
 
     return infer
@@ -222,6 +234,8 @@ def _infer_avg_gradient(rank: int) -> Any:
     def infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         g = image(operands[0], rank)
         x = sized(g, attrs, rank + 2)
+        if rank == 3:
+            _whole(x, attrs)
         for a, b in zip(pooled(x, rank, attrs).shape, g.shape, strict=True):
             same(a, b, "the cotangent has the shape of the pooling", g.shape, x.shape)
         return (x,)
