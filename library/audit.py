@@ -19,7 +19,14 @@ from library.query import facts_of, known_facts
 from library.records import ARCHIVED, SUPERSEDED, VALIDATED, ArtifactRecord, Verdict
 from library.verdicts import open_annotation, signed_facts
 
-CORRUPT, UNTRUSTED, UNAVAILABLE, REFUSED = "corrupt", "untrusted", "unavailable", "revoked"
+CORRUPT, UNTRUSTED, UNAVAILABLE, REFUSED, EXPIRED = (
+    "corrupt",
+    "untrusted",
+    "unavailable",
+    "revoked",
+    "expired",
+)
+_BY_CODE = {"E0731": UNAVAILABLE, "E0749": EXPIRED}
 # Columns of an artifact's row that its container states.
 _OF_CONTAINER = (
     "id", "size", "blueprint", "name", "target", "kind", "arch", "pipeline", "version", "objective",
@@ -31,12 +38,13 @@ _KINDS = {EXIT_UNTRUSTED: UNTRUSTED, EXIT_REVOKED: REFUSED}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with one subject."""
+    """One thing wrong with one subject; `hint` says what to do."""
 
     kind: str
     code: str
     subject: str
     message: str
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class VerifyReport:
     def summary(self) -> str:
         """ "all sound", or the number of each kind."""
         counts = {
-            k: sum(f.kind == k for f in self.findings) for k in (CORRUPT, UNTRUSTED, REFUSED, UNAVAILABLE)
+            k: sum(f.kind == k for f in self.findings)
+            for k in (CORRUPT, UNTRUSTED, REFUSED, EXPIRED, UNAVAILABLE)
         }
         return ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "all sound"
 
@@ -58,13 +67,17 @@ class VerifyReport:
         return VerifyReport(self.checked, (*self.findings, *more))
 
     def exit_code(self) -> int:
-        """11 if bytes are corrupt or unavailable, else 12 if untrusted, else 13 if revoked, else 0."""
+        """11 if bytes are corrupt or unavailable, 12 if untrusted, 13 if revoked or expired, else 0."""
         kinds = {f.kind for f in self.findings}
         if kinds & {CORRUPT, UNAVAILABLE}:
             return EXIT_INTEGRITY
         if UNTRUSTED in kinds:
             return EXIT_UNTRUSTED
-        return EXIT_REVOKED if REFUSED in kinds else EXIT_OK
+        return EXIT_REVOKED if kinds else EXIT_OK
+
+    def hints(self) -> list[str]:
+        """What to do, each thing once."""
+        return list(dict.fromkeys(f.hint for f in self.findings if f.hint))
 
     def to_json(self) -> dict[str, Any]:
         findings = [f.__dict__ for f in self.findings]
@@ -73,8 +86,8 @@ class VerifyReport:
 
 def finding_of(subject: str, error: EsperError) -> Finding:
     """What an error means for `verify`."""
-    kind = UNAVAILABLE if error.code == "E0731" else _KINDS.get(error.exit_code, CORRUPT)
-    return Finding(kind, error.code, subject, error.message)
+    kind = _BY_CODE.get(error.code) or _KINDS.get(error.exit_code, CORRUPT)
+    return Finding(kind, error.code, subject, error.message, error.hint or "")
 
 
 def verify_library(lib: Core, records: Iterable[ArtifactRecord], *, contents: bool) -> VerifyReport:
@@ -123,7 +136,8 @@ def _looked_at(look: _Look, record: ArtifactRecord) -> list[Finding]:
             try:
                 check(look, record)
             except EsperError as error:
-                found.append(finding_of(record.id, error))
+                finding = finding_of(record.id, error)
+                found += [finding] if finding not in found else []
         now = rows.artifact(look.lib.index, record.id)
         if not found or now is None or (now == record and before == rows.last_entry(look.lib.index)):
             break

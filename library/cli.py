@@ -247,6 +247,8 @@ def verify_command(
         say(f"checked {report.checked} artifacts: {report.summary()}")
         for finding in report.findings:
             say(f"  {finding.kind:11} {finding.code} {finding.subject}: {finding.message}")
+        for hint in report.hints():
+            say(f"  hint: {hint}")
     sys.exit(report.exit_code())
 
 
