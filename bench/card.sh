@@ -49,20 +49,41 @@ fi
 
 # Those of named blocks; the host bench says why its own are not proven.
 IDS=$("$PYTHON" -c "import json, sys; print(*(k for k, v in json.load(open(sys.argv[1])).items() if not v['block'].startswith('host_')))" "$HOME_OF_RUN/compiled.json")
-step "${PROVE_S:-100}" prove "$PYTHON" -m gauntlet.cli bench $IDS ${QUICK---quick} --json > "$RESULTS/verdicts.json"
-"$PYTHON" - "$RESULTS/verdicts.json" <<'PY'
+# With several cards (CARDS="0 1 2 3") each proves its share.
+CARDS=${CARDS:-0}
+set -- $IDS
+prove() {  # prove CARD SHARE COUNT IDS...
+    local card=$1 share=$2 count=$3 mine=""
+    shift 3
+    for id in "$@"; do
+        [ $((share % count)) -eq 0 ] && mine="$mine $id"
+        share=$((share + 1))
+    done
+    CUDA_VISIBLE_DEVICES=$card step "${PROVE_S:-100}" "prove on card $card" "$PYTHON" -m gauntlet.cli bench $mine \
+        ${QUICK---quick} --json > "$RESULTS/verdicts-$card.json"
+}
+share=0
+JUDGES=""
+for card in $CARDS; do
+    prove "$card" "$share" "$(echo $CARDS | wc -w)" "$@" &
+    JUDGES="$JUDGES $!"
+    share=$((share + 1))
+done
+wait $JUDGES
+"$PYTHON" - "$RESULTS"/verdicts-*.json <<'PY'
 import json, sys
-try:
-    for v in json.load(open(sys.argv[1])).get("verdicts", []):
-        print(v["verdict"], v["artifact_id"], f"{v['seconds']:.1f} s", v["reason"])
-except Exception as error:
-    print("no verdicts:", error)
+for name in sys.argv[1:]:
+    try:
+        for v in json.load(open(name)).get("verdicts", []):
+            print(v["verdict"], v["artifact_id"], f"{v['seconds']:.1f} s", v["reason"])
+    except Exception as error:
+        print("no verdicts:", name, error)
 PY
 HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESULTS"
 step "${LOAD_S:-60}" load $HARNESS load ${ONLY:+--only "$ONLY"}
 step "${HOST_S:-90}" host $HARNESS host --host-seconds 45
 step "${BITS_S:-50}" bits $HARNESS bits ${ONLY:+--only "$ONLY"}
-step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" ${ONLY:+--only "$ONLY"}
+step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" --cards "${CARDS// /,}" ${ONLY:+--only "$ONLY"}
 if grep -rlq "mark.gpu" tests; then
     step "${TESTS_S:-100}" tests env ESPER_REQUIRE_GPU=1 "$PYTHON" -m pytest -m gpu -q -x -p no:cacheprovider
 fi

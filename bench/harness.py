@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -90,16 +92,30 @@ def _elements(block: Block, sizes: Sizes) -> list[int]:
 
 
 def blocks(run: Run) -> dict[str, Any]:
-    """Every block at every size, each in a process of its own; a row is kept from its last measurement."""
+    """Every block at every size, each in a process of its own; a row is kept from its last measurement.
+    With several cards one process a card: all implementations of one size are measured on one card."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     waterfalls, problems = [], []
+    cards: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for card in run.options["cards"].split(",") if run.options["cards"] else [""]:
+        cards.put(card)
+
+    def on_a_card(job: tuple[int, Block, Sizes]) -> list[dict[str, Any]] | None:
+        card = cards.get()
+        try:
+            return None if run.left() < MIN_S else _in_process(run, job[1], job[2], job[0] == 0, card)
+        finally:
+            cards.put(card)
+
     jobs = [(at, block, sizes) for block in run.blocks() for at, sizes in enumerate(run.sizes(block))]
-    for at, block, sizes in sorted(jobs, key=lambda job: job[0]):  # the main size of every block first
+    jobs.sort(key=lambda job: job[0])  # the main size of every block first
+    with ThreadPoolExecutor(max_workers=cards.qsize()) as pool:
+        answers = list(pool.map(on_a_card, jobs))
+    for (_, block, sizes), lines in zip(jobs, answers, strict=True):
         label = {"block": block.name, "size": block.size_label(sizes)}
-        if run.left() < MIN_S:
+        if lines is None:
             problems.append({**label, "why": "no time was left"})
-            continue
-        for line in _in_process(run, block, sizes, first=at == 0):
+        for line in lines or []:
             kind = line.pop("kind")
             if kind == "row":
                 rows[tuple(str(line.get(k)) for k in figures.KEY)] = line
@@ -113,7 +129,7 @@ def blocks(run: Run) -> dict[str, Any]:
     return run.document("blocks", rows=found, figures=summary, waterfall=waterfalls, problems=problems)
 
 
-def _in_process(run: Run, block: Block, sizes: Sizes, first: bool) -> list[dict[str, Any]]:
+def _in_process(run: Run, block: Block, sizes: Sizes, first: bool, card: str = "") -> list[dict[str, Any]]:
     effort = run.options["effort"]
     impls = [n for n in peers.names(block, run.device) if n != peers.MAX or first or run.options["all_max"]]
     job = {
@@ -129,6 +145,7 @@ def _in_process(run: Run, block: Block, sizes: Sizes, first: bool) -> list[dict[
         ended = _bounded(
             [sys.executable, "-m", "bench.worker", str(place), str(out)],
             min(run.options["limit"], run.left()),
+            {"CUDA_VISIBLE_DEVICES": card} if card else {},
         )
         text = out.read_text(encoding="utf-8") if out.exists() else ""
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
@@ -143,9 +160,15 @@ def _in_process(run: Run, block: Block, sizes: Sizes, first: bool) -> list[dict[
     return lines
 
 
-def _bounded(command: list[str], seconds: float) -> str:
+def _bounded(command: list[str], seconds: float, environment: Mapping[str, str]) -> str:
     """Empty when the process ended well; the process and all its children are gone afterwards."""
-    process = subprocess.Popen(command, cwd=results.ROOT, stdout=sys.stderr, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=results.ROOT,
+        stdout=sys.stderr,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
     try:
         code = process.wait(timeout=seconds)
         return "" if code == 0 else f"exit code {code}"
@@ -273,6 +296,7 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
 @click.option(
     "--seconds", default=7200.0, show_default=True, help="Limit of all block measurements together."
 )
+@click.option("--cards", default="", help="Cards that share the blocks, such as 0,1,2,3 (default: one).")
 @click.option("--unproven", is_flag=True, help="Measure artifacts without a verdict too; rows say so.")
 @click.option("--threads", type=int, default=0, help="CPU threads (default: torch's).")
 @click.option("--quick", is_flag=True, help="Few repeats: whether it runs, not how fast.")

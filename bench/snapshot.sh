@@ -16,4 +16,4 @@ include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
 gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so
 # NODE: an autograd node built for the torch and Python of that machine (else bench/card.sh builds it there).
 [ -z "${NODE:-}" ] || cp "$NODE" runtime/
-ESPER_COMMIT=$COMMIT ESPER_DIRTY=0 PYTHONPATH=$PWD "$PYTHON" -m bench.prepare "$FOLDER" --target "${TARGET:-h100}" $(printf -- '--only %s ' "$@")
+ESPER_COMMIT=$COMMIT ESPER_DIRTY=0 PYTHONPATH=$PWD "$PYTHON" -m bench.prepare "$FOLDER" --target "${TARGET:-h100}" $([ $# -eq 0 ] || printf -- '--only %s ' "$@")

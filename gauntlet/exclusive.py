@@ -29,5 +29,13 @@ def exclusive(home: Path, *names: str) -> Iterator[None]:
         os.close(fd)
 
 
+def physical(device: str) -> str:
+    """The card that "cuda:0" means here, whatever CUDA_VISIBLE_DEVICES hides: "cuda 3"."""
+    kind, _, index = device.partition(":")
+    visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+    at = int(index or 0)
+    return f"{kind} {visible[at] if kind == 'cuda' and at < len(visible) else at}"
+
+
 def _place(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % RANGE

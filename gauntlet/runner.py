@@ -17,7 +17,7 @@ from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 from gauntlet import cases, quarantine
-from gauntlet.exclusive import exclusive
+from gauntlet.exclusive import exclusive, physical
 from gauntlet.isolate import (
     CRASH,
     ENDLESS,
@@ -112,7 +112,7 @@ def prove(
             )
     record = library.resolve(artifact_id)
     chosen = device or default_device(record.kind)
-    names = [record.id] if chosen == "cpu" else [record.id, chosen]
+    names = [record.id] if chosen == "cpu" else [record.id, physical(chosen)]
     with exclusive(library.home, *names):
         known = library.verdict(record.id)
         if known is not None:
