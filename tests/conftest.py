@@ -34,7 +34,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Every skipped test is named with its reason: a skip is never silent."""
+    """Recorded counters, and every skipped test with its reason: a skip is never silent."""
+    counted = [
+        (report.nodeid, value)
+        for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+        for name, value in getattr(report, "user_properties", ())
+        if name == "counters" and report.when == "call"
+    ]
+    if counted:
+        terminalreporter.section("counters")
+    for test, counters in counted:
+        terminalreporter.line(f"{test}: {counters}")
     skipped = terminalreporter.getreports("skipped")
     if not skipped:
         return

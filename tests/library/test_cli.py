@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -245,14 +246,34 @@ def test_reading_commands_change_nothing(two: tuple[str, str], home: Path) -> No
     assert contents(home) == before
 
 
+def named_in(file: str) -> dict[str, bool]:
+    """Tests of a file, and whether each is marked slow."""
+    tree = ast.parse((ROOT / "tests" / "library" / file).read_text(encoding="utf-8"))
+    defined = {
+        node.name: any("slow" in ast.unparse(mark) for mark in node.decorator_list)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assigned = (node.targets[0] for node in tree.body if isinstance(node, ast.Assign))
+    return defined | {target.id: False for target in assigned if isinstance(target, ast.Name)}
+
+
 def test_every_promise_of_the_manual_names_a_test() -> None:
+    """Each row names tests that stand in the file it names, and those marked long are those marked slow."""
     text = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     table = text.split("## What is promised")[1].split("## Writing")[0]
-    named = re.findall(r"`(tests/library/\w+\.py)`", table)
-    assert len(named) >= 15 and all((ROOT / name).exists() for name in named)
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "library").glob("*.py"))
-    for test in re.findall(r"`(test_\w+)`", table):
-        assert f"def {test}(" in source, test
+    rows = [line for line in table.splitlines() if line.startswith("|") and "`test_" in line]
+    assert len(rows) >= 45
+    for row in rows:
+        here: dict[str, bool] = {}
+        for file, test, long in re.findall(r"`(test_\w+\.py)`|`([Tt]est\w+)`( \(long)?", row):
+            if file:
+                here = named_in(file)
+            else:
+                assert test in here, (test, row)
+                assert here[test] == bool(long), (
+                    f"{test} is marked {'slow' if here[test] else 'for each run'}"
+                )
 
 
 def test_exit_codes_of_the_errors() -> None:

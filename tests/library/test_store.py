@@ -132,7 +132,8 @@ def test_every_move_from_every_state(lib: Library, fast_tmp: Path, state: str, m
     before = lib.index.rows("SELECT size FROM ledger_state"), lib.record(artifact)
     if move in LEGAL[state]:
         MOVES[move](lib, artifact, better, fast_tmp)
-        assert lib.index.rows("SELECT size FROM ledger_state") > before[0]
+        ((size,),), ((after,),) = before[0], lib.index.rows("SELECT size FROM ledger_state")
+        assert after == size + 1, "one entry for one transition"
     else:
         code, exit_code = code_of(MOVES[move], lib, artifact, better, fast_tmp)
         assert code in ("E0724", "E0725") and exit_code == 14

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -112,13 +112,15 @@ def test_put_short(base: World, tmp_path: Path, call: str, fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["KILL", "EIO", "ENOSPC"])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_call_of_every_operation(base: World, tmp_path: Path, operation: str, fault: str) -> None:
+def test_every_call_of_every_operation(
+    base: World, tmp_path: Path, operation: str, fault: str, record_property: Callable[[str, object], None]
+) -> None:
     visited = 0
     for call, numbers in points(base, tmp_path, operation).items():
         for number in numbers:
             visit(base, tmp_path, operation, call, number, fault)
             visited += 1
-    print(f"{operation} {fault}: {visited} points")
+    record_property("counters", f"{visited} points, each sound afterwards")
     assert visited > 3
 
 
@@ -148,3 +150,39 @@ def test_the_forge_opens_only_the_compiler_key(base: World, tmp_path: Path) -> N
     subprocess.run([*command, str(world.root)], cwd=root, check=True, timeout=120)
     opened = {m[1] for m in re.finditer(r"keys/keys/(\w+)/\w+\.pem", log.read_text())}
     assert opened == {"compiler"}
+
+
+def test_workers_of_the_forge_see_no_key(base: World, tmp_path: Path) -> None:
+    """Traced with every child: a compilation opens the compiler key, in the one process that stores; what it
+    starts opens nothing of the trust home.
+    """
+    root, log = Path(__file__).resolve().parents[2], tmp_path / "trace"
+    world = base.copy(tmp_path / "forge")
+    command = [
+        STRACE or "",
+        "-f",
+        "-qq",
+        "-o",
+        str(log),
+        "-e",
+        "trace=openat,open,execve",
+        sys.executable,
+        "-m",
+    ]
+    forge = ["forge.cli", "compile", "examples/rmsnorm_residual.json", "--target", "cpu"]
+    places = {"ESPER_LIBRARY": str(world.home), "ESPER_KEYS": str(world.root / "keys")}
+    done = subprocess.run(
+        [*command, *forge],
+        cwd=root,
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text(errors="replace").splitlines()
+    first = lines[0].split()[0]
+    assert {m[1] for line in lines for m in re.finditer(r"keys/keys/(\w+)/\w+\.pem", line)} == {"compiler"}
+    opened = {line.split()[0] for line in lines if f'"{world.root}/keys' in line and "execve" not in line}
+    assert opened == {first}, "a process that the forge started looked into the trust home"
+    assert len({line.split()[0] for line in lines}) > 2, "no worker was seen at all"

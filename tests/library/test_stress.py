@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from library.records import ARCHIVED, VALIDATED
 from library.store import Library
 
 ROOT = Path(__file__).resolve().parents[2]
+Record = Callable[[str, object], None]
 
 
 def start(role: str, place: Path, seed: int, seconds: float) -> subprocess.Popen[str]:
@@ -81,23 +83,22 @@ def lacks(place: Path) -> Counter[str]:
     return counts
 
 
-def judge(place: Path, total: Counter[str]) -> None:
+def judge(place: Path, total: Counter[str], record: Record) -> None:
     total.update(lacks(place))
     words = ("promised", "loaded", "removed", "archived", "restored", "verified", "audited", "killed")
-    print("  ".join(f"{word} {total[word]}" for word in words))
     zeros = ("lost", "wrong", "orphaned", "unverified")
-    print("  ".join(f"{word} {total[word]}" for word in zeros))
+    record("counters", ", ".join(f"{word} {total[word]}" for word in (*words, *zeros)))
     assert {word: total[word] for word in zeros} == dict.fromkeys(zeros, 0)
     assert total["promised"] > 20 and total["loaded"] > 5 and total["killed"] > 0
 
 
-def test_a_storm_in_short(disk_home: Path, tmp_path: Path) -> None:
+def test_a_storm_in_short(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=4, kills=2, seconds=4.0))
+    judge(tmp_path, storm(tmp_path, writers=16, kills=4, seconds=8.0), record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_storm(disk_home: Path, tmp_path: Path) -> None:
+def test_a_storm(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=16, kills=60, seconds=600.0))
+    judge(tmp_path, storm(tmp_path, writers=16, kills=60, seconds=600.0), record_property)
