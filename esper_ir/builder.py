@@ -100,7 +100,7 @@ class Builder:
         self._leaves: dict[str, Leaf] = {}
         self._nodes: list[Node] = []
         self._taken: set[str] = set()
-        self._infer = Inference()
+        self._infer = Inference(self._dims)
 
     def dim(self, name: str, *, min: int = 1, max: int = 2**31 - 1, tune: Sequence[int] = (),
             multiple_of: int = 1) -> Dim:  # fmt: skip
@@ -182,17 +182,30 @@ class Builder:
             raise AttributeError(op)
         return lambda *operands, name=None, **attrs: self.op(op, *operands, name=name, **attrs)
 
-    def build(self, *outputs: Value, differentiable: Sequence[Value] | None = None) -> Blueprint:
-        """The blueprint with these outputs; raises EsperError with everything that `verify` finds."""
+    def build(
+        self,
+        *outputs: Value,
+        differentiable: Sequence[Value] | None = None,
+        updates: Mapping[str, Value] | None = None,
+        random: Sequence[Value] = (),
+    ) -> Blueprint:
+        """The blueprint with these outputs; raises EsperError with everything that `verify` finds.
+
+        `updates`: next values of buffers by name, which become the last outputs; `random`: inputs that are
+        drawn for every call.
+        """
+        nexts = updates or {}
         rank = {kind: i for i, kind in enumerate(SECTIONS.values())}
         bp = Blueprint(
             name=self.name,
             leaves=tuple(sorted(self._leaves.values(), key=lambda leaf: rank[leaf.kind])),
             nodes=tuple(self._nodes),
-            outputs=tuple(v.name for v in outputs),
+            outputs=tuple(v.name for v in (*outputs, *nexts.values())),
             dims=dict(self._dims),
             differentiable=None if differentiable is None else tuple(v.name for v in differentiable),
             metadata=dict(self.metadata),
+            updates={name: value.name for name, value in nexts.items()},
+            random=tuple(v.name for v in random),
         )
         typed(bp)
         return bp

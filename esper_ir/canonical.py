@@ -197,11 +197,14 @@ def blueprint_id(bp: Blueprint) -> str:
 
 
 def interface_digest(bp: Blueprint) -> str:
-    """sha256 (hex) of what users see beside the meaning: names, initialisers, sizes to tune for."""
-    document = {
+    """sha256 (hex) of what users see beside the meaning: names, initialisers, sizes to tune for, what a call
+    updates and draws."""
+    document: dict[str, Any] = {
         "name": bp.name,
         "dims": [[n, list(s.tune)] for n, s in _sorted_dims(bp, dim_names(bp))],
         "leaves": [[v.name, v.kind, None if v.init is None else sorted(v.init.items())] for v in bp.leaves],
         "outputs": list(bp.outputs),
     }
+    if bp.updates or bp.random:
+        document["calls"] = [sorted(bp.updates.items()), list(bp.random)]
     return hashlib.sha256(_dump(document)).hexdigest()

@@ -5,7 +5,7 @@ training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -111,13 +111,25 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, last
 
 
+def draw(shape: Sequence[int], device: torch.device | None) -> Tensor:
+    """Whole numbers from torch's generator of the device: what `checkpoint` keeps, and graphs replay anew."""
+    return torch.randint(0, 1 << 62, tuple(shape), dtype=torch.int64, device=device)
+
+
+def recomputing() -> bool:
+    """Whether a backward is running in this thread, so that a forward now is one of activation checkpointing
+    that repeats what the step did before."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class EagerTwin(nn.Module):
     """Runs the blueprint by its reference: parameters and buffers under the names of the blueprint, dots as
     nested modules. They start from `blueprint.values` where an importer found some, else from their
     initialisers.
 
     `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of
-    them.
+    them. Inputs that the blueprint calls random are drawn from torch's generator, and buffers that it updates
+    are written in training, once per step: not while a backward repeats this forward.
     """
 
     def __init__(
@@ -152,13 +164,25 @@ class EagerTwin(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Raises EsperError E0402 when a shape or dtype does not fit the blueprint."""
-        leaves = self.blueprint.of_kind("input")
+        drawn = self.blueprint.random
+        leaves = [leaf for leaf in self.blueprint.of_kind("input") if leaf.name not in drawn]
         if len(inputs) != len(leaves):
             raise EsperError("E0402", f"{self.blueprint.name} takes {len(leaves)} inputs, not {len(inputs)}")
         given = {leaf.name: value for leaf, value in zip(leaves, inputs, strict=True)}
-        found = evaluate(self.graph, {**given, **self.values()})
-        out = tuple(found.values())
+        place = next((t.device for t in (*inputs, *self.parameters(), *self.buffers())), None)
+        given |= {n: draw(_shape(v), place) for n in drawn if (v := self.blueprint.leaf(n)) is not None}
+        out = tuple(evaluate(self.graph, {**given, **self.values()}).values())
+        count = len(out) - len(self.blueprint.updates)
+        if self.training and count < len(out) and not recomputing():
+            self._update(dict(zip(self.blueprint.outputs[count:], out[count:], strict=True)))
+        out = out[:count]
         return out[0] if len(out) == 1 else out
+
+    def _update(self, nexts: Mapping[str, Tensor]) -> None:
+        buffers = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, source in self.blueprint.updates.items():
+                buffers[name].copy_(nexts[source])
 
     def extra_repr(self) -> str:
         return self.blueprint.name

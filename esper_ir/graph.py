@@ -72,6 +72,10 @@ class Blueprint:
 
     `values`: tensors by leaf name that an importer found. They are in no text and no hash; the eager twin
     starts from them, and `esper_ir.importers.torch_values.save` writes them to a file.
+
+    How a block is called, which no id but the interface's covers: `updates`, buffer -> the output that is its
+    value after a training step (the last outputs, which callers do not see); `random`, inputs that callers do
+    not give: whole numbers drawn anew for every call.
     """
 
     name: str
@@ -82,6 +86,8 @@ class Blueprint:
     differentiable: tuple[str, ...] | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    updates: Mapping[str, str] = field(default_factory=dict)
+    random: tuple[str, ...] = ()
 
     def leaf(self, name: str) -> Leaf | None:
         return next((v for v in self.leaves if v.name == name), None)

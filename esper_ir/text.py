@@ -281,7 +281,7 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
     """
     document = _decode(data, source)
     _format(document)
-    optional = ("dims", "inputs", "params", "buffers", "constants", "differentiable", "metadata")
+    optional = ("dims", *SECTIONS, "differentiable", "updates", "random", "metadata")
     found = _object(document, "the document", ("format", "name", "nodes", "outputs"), optional)
     _surrogates(document)
     nodes = _expect(found["nodes"], list, "nodes", "a list")
@@ -303,6 +303,8 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
         dims=dims,
         differentiable=None if wanted is None else _names(wanted, "differentiable"),
         metadata=_expect(found.get("metadata", {}), dict, "metadata", "an object"),
+        updates={n: _name(v, f"updates.{n}") for n, v in _map(found.get("updates", {}), "updates").items()},
+        random=_names(found.get("random", []), "random"),
     )
 
 
@@ -391,6 +393,10 @@ def to_json(bp: Blueprint) -> dict[str, Any]:
     out["outputs"] = list(bp.outputs)
     if bp.differentiable is not None:
         out["differentiable"] = list(bp.differentiable)
+    if bp.updates:
+        out["updates"] = dict(bp.updates)
+    if bp.random:
+        out["random"] = list(bp.random)
     if bp.metadata:
         out["metadata"] = dict(bp.metadata)
     return out
@@ -472,6 +478,8 @@ def json_schema() -> dict[str, Any]:
         "nodes": {"type": "array", "items": _closed_object(node, ("id", "op")), "maxItems": MAX_NODES},
         "outputs": {**names, "minItems": 1, "uniqueItems": True},
         "differentiable": names,
+        "updates": _open_object(name),
+        "random": names,
         "metadata": {"type": "object"},
     }
     schema = _closed_object(properties, ("format", "name", "nodes", "outputs"))

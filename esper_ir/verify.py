@@ -12,7 +12,7 @@ from esper_ir.infer import Inference, check_arity, complete
 from esper_ir.opdef import OpDef
 from esper_ir.registry import lookup
 from esper_ir.text import MAX_NODES, MAX_RANK
-from esper_ir.types import Dim, TensorType
+from esper_ir.types import Dim, DType, TensorType
 
 MAX_FINDINGS = 200
 Types = dict[str, TensorType | None]
@@ -118,6 +118,24 @@ class _Check:
                 self.report(
                     "E0310", f"differentiable names {name!r}", hint="a floating input or param is needed"
                 )
+
+    def calls(self) -> None:
+        """What a call updates and draws: buffers from the last outputs, whole numbers for inputs."""
+        count = len(self.bp.updates)
+        for name in self.bp.updates:
+            if (leaf := self.leaves.get(name)) is None or leaf.kind != "buffer":
+                self.report("E0311", f"updates names {name!r}", hint="the key is a buffer")
+        if sorted(self.bp.updates.values()) != sorted(self.bp.outputs[len(self.bp.outputs) - count :]):
+            hint = "list what updates a buffer as the last outputs, each once"
+            self.report("E0311", "updates are not the last outputs", hint=hint)
+        if count and count >= len(self.bp.outputs):
+            self.report("E0311", "every output updates a buffer", hint="one output is what callers see")
+        for name in self.bp.random:
+            leaf = self.leaves.get(name)
+            fits = leaf is not None and leaf.kind == "input" and leaf.type.dtype is DType.int64
+            if not fits or leaf is None or any(d.static is None for d in leaf.type.shape):
+                hint = "an input of int64 whose shape is numbers"
+                self.report("E0311", f"random names {name!r}", hint=hint)
 
     def order(self) -> list[Node]:
         """Topological order, stable by the place in the text; a cycle is reported and left out."""
@@ -265,6 +283,7 @@ def examine(bp: Blueprint) -> tuple[list[Diagnostic], Graph | None]:
     check.names()
     check.symbols()
     check.references()
+    check.calls()
     typing = _Typing(check)
     casts = list(typing.leaves())
     read = {n.inputs[0]: n.id for n in casts if isinstance(n.inputs[0], str)}
@@ -274,6 +293,10 @@ def examine(bp: Blueprint) -> tuple[list[Diagnostic], Graph | None]:
         owner = check.source(name)
         if owner is not None and typing.types.get(owner) is not None and name not in typing.types:
             check.report("E0302", f"output {name!r} is no value", hint=f"{owner} has fewer outputs")
+    for name, source in bp.updates.items():
+        leaf, made = check.leaves.get(name), typing.types.get(source)
+        if leaf is not None and made is not None and made != leaf.type:
+            check.report("E0311", f"{source} is {made}, the buffer {name} {leaf.type}", source)
     _unused(check)
     found = sorted(check.found, key=lambda d: d.level != "error")
     if any(d.level == "error" for d in found):

@@ -47,7 +47,9 @@ def interface_of(
         for o in blueprint.outputs
     )
     dims = tuple(_source(blueprint, name) for name in blueprint.dims)
-    return Interface(from_leaves, outputs, dims, wanted)
+    places = {name: at for at, name in enumerate(blueprint.outputs)}
+    updates = tuple((name, places[source]) for name, source in blueprint.updates.items())
+    return Interface(from_leaves, outputs, dims, wanted, updates, blueprint.random)
 
 
 def _source(blueprint: Blueprint, name: str) -> DimSource:

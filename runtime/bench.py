@@ -14,6 +14,7 @@ from library.launch import TensorSpec, evaluate
 from library.store import Library
 from runtime import api, loader, timing
 from runtime.binding import Block
+from runtime.state import given
 from runtime.timing import Timing
 
 LOAD_ROUNDS = 20
@@ -85,8 +86,8 @@ def tuned(block: Block) -> dict[str, int]:
 def make_inputs(block: Block, dims: Mapping[str, int]) -> list[Tensor]:
     """Normal inputs of the declared types; those that the block differentiates ask for a gradient."""
     program = block.program
-    specs = [s for s in program.interface.inputs if s.kind == "input"]
-    return [_input(s, dims, program.device, s.name in program.interface.differentiable) for s in specs]
+    wanted = program.interface.differentiable
+    return [_input(s, dims, program.device, s.name in wanted) for s in given(program.interface)]
 
 
 def _input(spec: TensorSpec, dims: Mapping[str, int], device: torch.device, wanted: bool) -> Tensor:

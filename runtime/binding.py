@@ -23,6 +23,7 @@ from runtime.executor import Counters, Program, Ready
 from runtime.functions import PLAIN, State, lookup
 from runtime.loader import Entry, load_entry, tags_of
 from runtime.operators import enrol, mask_of
+from runtime.state import device_of, recomputing, with_drawn
 
 log = logging.getLogger("esper.runtime")
 DISPATCH = ("auto", "op")
@@ -322,8 +323,25 @@ def _launch(state: State, found: tuple[Ready, bool], tensors: list[Tensor]) -> A
     return slots[outputs[0]] if len(outputs) == 1 else tuple([slots[i] for i in outputs])
 
 
+class StatefulBlock(Block):
+    """A block that draws, or whose buffers a training step updates: called and seen like any other."""
+
+    def forward(self, *inputs: Tensor) -> Any:
+        interface = self.program.interface
+        found = super().forward(*with_drawn(interface, inputs, device_of(inputs, self.program.device)))
+        if not interface.updates:
+            return found
+        count = len(found) - len(interface.updates)
+        if self.training and not recomputing():
+            with torch.no_grad():
+                for name, at in interface.updates:
+                    self._leaf(name).copy_(found[at])
+        return found[0] if count == 1 else found[:count]
+
+
 class FunctionalBlock(Block):
-    """The same as a plain callable over every leaf: `fn(x, w)`, with gradients for all of them."""
+    """The same as a plain callable over every leaf: `fn(x, w)`, with gradients for all of them; what a block
+    draws is given, what it updates returned."""
 
 
 def build(
@@ -346,7 +364,9 @@ def build(
     meta = wanted.type == "meta" if wanted is not None else torch.get_default_device().type == "meta"
     entry = load_entry(name, device=None if meta else wanted, **options)
     made = torch.device("meta") if meta else None
-    kind = FunctionalBlock if functional else Block
+    interface = entry.program.interface
+    stateful = bool(interface.updates or interface.random)
+    kind = FunctionalBlock if functional else StatefulBlock if stateful else Block
     return kind(
         Handle(entry, options),
         fallback=fallback,

@@ -21,6 +21,7 @@ from runtime.binding import Block
 from runtime.errors import fail
 from runtime.executor import Counters
 from runtime.seat import NCHW, NHWC, Options, Place, Seat
+from runtime.state import given
 
 # Relative L2 error of a trial. Generous for the arithmetic, far below what a wrong wiring gives (about 1).
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -52,10 +53,16 @@ def seat(name: str, module: nn.Module, block: Block, wish: Wish, options: Option
     places = [_place(name, module, spec, wish, text, program.device) for spec in leaves]
     params = tuple(p.name for p in _parameters(module))
     made = Seat(name, block, type(module), places, params, options)
-    made.channels_last, made.mode, made.updates = wish.channels_last, wish.mode, dict(wish.updates)
+    declared = {wish.names.get(name, name): at for name, at in program.interface.updates}
+    made.channels_last, made.mode, made.updates = wish.channels_last, wish.mode, {**declared, **wish.updates}
     _check_updates(name, module, made)
     _check_unused(name, module, made)
-    if options.check and not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+    # Numbers that both draw for themselves cannot agree.
+    if (
+        options.check
+        and not made.draws
+        and not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    ):
         _tried(name, module, made)
         for counter in Counters.__slots__:
             setattr(block._counters, counter, int(counter == "loads"))  # the trial is not use
@@ -202,7 +209,7 @@ def _trial(name: str, module: nn.Module, made: Seat, extra: int) -> tuple[float,
     tensors and torch's generator are not touched."""
     generator = torch.Generator().manual_seed(20)
     interface = made.block.program.interface
-    inputs = [s for s in interface.inputs if s.kind == "input"]
+    inputs = given(interface)
     dims = {d.name: _small(d) for d in interface.dims}
     device = made.block.program.device
     tensors = [

@@ -16,7 +16,7 @@ from esper_ir.diagnostics import EsperError
 from runtime.adapters import Unfoldable, adapted, is_adapter
 from runtime.binding import SERVED_EAGERLY, Block
 from runtime.errors import fail
-from runtime.state import recomputing
+from runtime.state import given, recomputing, with_drawn
 
 log = logging.getLogger("esper.runtime")
 NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
@@ -68,7 +68,7 @@ class Seat:
         self.name, self.block, self.original, self.options = name, block, original, options
         self.places, self.params = tuple(places), params
         interface = block.program.interface
-        inputs = [spec for spec in interface.inputs if spec.kind == "input"]
+        inputs = given(interface)
         self.arity = len(inputs)
         self.ranks = tuple(len(spec.shape) for spec in inputs)
         # Only an axis that the range of a dim covers can take others into it.
@@ -76,6 +76,7 @@ class Seat:
         self.dims = tuple(str(s.shape[0]) if s.shape else "" for s in inputs)
         self.out_dims = tuple(str(s.shape[0]) if s.shape else "" for s in interface.outputs)
         self.single = len(interface.outputs) == 1
+        self.draws = bool(interface.random)
         self.channels_last = False
         self.folds = True
         self.mode = "always"
@@ -123,6 +124,8 @@ class Seat:
             raise fail("E0854", f"{self.name}: {reason}", node=self.name) from None
         lead: dict[str, tuple[int, ...]] = {}
         tensors = [self._folded(at, value, lead) for at, value in enumerate(inputs)]
+        if self.draws:
+            tensors = with_drawn(self.block.program.interface, tensors, tensors[0].device)
         found = self.block(*tensors, *leaves)
         outputs = (found,) if self.single else found
         if self.updates and module.training:

@@ -110,8 +110,9 @@ def _python(function: Callable[[Any, Any], Any]) -> Callable[[Sequence[Any], Att
 def _remainder(attrs: Attrs) -> Expr:
     """Sign of the divisor: fmod, moved by the divisor when the signs differ."""
     rest = prim("fmod", A, B)
-    differs = prim("ne", prim("lt", rest, 0.0), prim("lt", B, 0.0))
-    return prim("where", prim("and", prim("ne", rest, 0.0), differs), prim("add", rest, B), rest)
+    # Zeros without a point: a fraction would have integers computed in float32.
+    differs = prim("ne", prim("lt", rest, 0), prim("lt", B, 0))
+    return prim("where", prim("and", prim("ne", rest, 0), differs), prim("add", rest, B), rest)
 
 
 def _hypot(attrs: Attrs) -> Expr:

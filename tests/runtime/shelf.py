@@ -84,7 +84,40 @@ def norm_relu_blueprint(channels: int, side: int) -> dict[str, Any]:
             {"id": "next_var", "op": "lerp", "inputs": ["running_var", "v", "momentum"]},
         ],
         "outputs": ["y", "next_mean", "next_var"],
+        "updates": {"running_mean": "next_mean", "running_var": "next_var"},
     }  # fmt: skip
+
+
+def dropped_blueprint() -> dict[str, Any]:
+    """x * weight, about half of the columns dropped by a hash of a drawn seed, the others doubled."""
+    f32 = {"op": "cast", "attrs": {"dtype": "float32"}}
+    return {
+        "format": "esper-blueprint/1",
+        "name": "dropped",
+        "dims": {"rows": {"min": 1, "max": 64, "tune": [8]}},
+        "inputs": {
+            "seed": {"dtype": "int64", "shape": [1]},
+            "x": {"dtype": "float32", "shape": ["rows", SIDE]},
+        },
+        "params": {"weight": {"dtype": "float32", "shape": [SIDE], "init": {"kind": "normal"}}},
+        "random": ["seed"],
+        "nodes": [
+            {"id": "low", "op": "remainder", "inputs": ["seed", 65536]},
+            {"id": "drawn", "inputs": ["low"], **f32},
+            {"id": "number", "op": "arange", "attrs": {"end": SIDE}},
+            {"id": "place", "inputs": ["number"], **f32},
+            {"id": "scaled", "op": "mul", "inputs": ["place", 12.9898]},
+            {"id": "shifted", "op": "mul", "inputs": ["drawn", 0.0371]},
+            {"id": "angle", "op": "add", "inputs": ["scaled", "shifted"]},
+            {"id": "wave", "op": "sin", "inputs": ["angle"]},
+            {"id": "kept", "op": "gt", "inputs": ["wave", 0.0]},
+            {"id": "mask", "inputs": ["kept"], **f32},
+            {"id": "twice", "op": "mul", "inputs": ["mask", 2.0]},
+            {"id": "p", "op": "mul", "inputs": ["x", "weight"]},
+            {"id": "y", "op": "mul", "inputs": ["p", "twice"]},
+        ],
+        "outputs": ["y"],
+    }
 
 
 def documents() -> dict[str, dict[str, Any]]:
@@ -97,6 +130,7 @@ def documents() -> dict[str, dict[str, Any]]:
         "square": square_blueprint("square", SIDE),
         "oblong": square_blueprint("oblong", 48),
         "columns": columns_blueprint(),
+        "dropped": dropped_blueprint(),
         "norm_bf16": norm_blueprint(replace(SMALL_DECODER, dtype=torch.bfloat16), (32,)),
         "norm_relu": norm_relu_blueprint(channels, side),
     }
