@@ -112,10 +112,9 @@ def measure(side: Side, rounds: int = ROUNDS) -> dict[str, Any]:
             folders[impl].mkdir()
             prepared[impl] = {"error": why} if why else _tried(side, impl, folders[impl])
         found: dict[str, list[dict[str, Any]]] = {impl: [] for impl in ways}
-        for _ in range(rounds):
-            for impl in ways:
-                if "error" not in prepared[impl]:
-                    found[impl].append(side.fresh(impl, folders[impl]))
+        ready = [impl for impl in ways if "error" not in prepared[impl]]
+        for impl in ready * rounds:
+            found[impl].append(side.fresh(impl, folders[impl]))
         rows = [_row(side, impl, prepared[impl], found[impl], folders[impl]) for impl in ways]
     return {"rows": rows, "figures": figures(rows)}
 
