@@ -11,6 +11,7 @@ Nothing is extracted to a path: objects are named by digest. Import checks every
 from __future__ import annotations
 
 import base64
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library import artifacts, dsse, ledger, rows, verdicts
 from library.canon import JsonLimits, canonical_json, parse_json, sha256_hex
 from library.core import Core
@@ -27,6 +29,7 @@ from library.manifest import Container, blueprint_text, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
 from library.paths import os_error, read_regular, refuse_inside
 from library.records import (
+    ARCHIVED,
     PENDING_BENCHMARKING,
     REJECTED,
     REVOKED,
@@ -60,11 +63,14 @@ class Arrival:
     annotations: tuple[tuple[bytes, str, dict[str, Any]], ...]
 
 
-def export_bundle(core: Core, records: Iterable[ArtifactRecord], place: Path) -> int:
-    """Write one bundle file (create-or-replace, atomically); its size in bytes. Every object is hashed on the
-    way.
+def export_bundle(core: Core, records: Iterable[ArtifactRecord], place: Path, *, keep: bool = False) -> int:
+    """Write one bundle file, atomically; its size in bytes. Every object is hashed on the way.
+
+    It takes the place of a file there, but not (E0720) of a bundle with what was archived from here: it may be
+    the only copy. With `keep` it replaces only what an interrupted command of this library may have left.
     """
     refuse_inside(place, core.home, core.trust.home)
+    _spare(core, place, keep)
     wanted = list(records)
     objects: dict[str, bytes] = {}
     tree, checkpoint = _proof_base(core)
@@ -84,6 +90,22 @@ def export_bundle(core: Core, records: Iterable[ArtifactRecord], place: Path) ->
         raise fail("E0735", f"bundle of {len(data)} bytes exceeds {MAX_BUNDLE_BYTES}: export fewer artifacts")
     replace_file(place, data)
     return len(data)
+
+
+def _spare(core: Core, place: Path, keep: bool) -> None:
+    if not os.path.lexists(place):
+        return
+    try:
+        index = read_bundle(read_file(place))[0]
+    except EsperError:
+        index = {"origin": "", "artifacts": []}
+    if keep and index["origin"] != core.origin:
+        raise fail("E0720", f"{place} exists", node=str(place), hint="give another place")
+    for item in _list(index["artifacts"], "artifacts"):
+        found = rows.artifact(core.index, str(item.get("id"))) if isinstance(item, dict) else None
+        if found is not None and found.state == ARCHIVED:
+            text = f"{place} is a bundle with {found.id}, which is archived here"
+            raise fail("E0720", text, node=str(place), hint="give another place, or restore it first")
 
 
 def _proof_base(core: Core) -> tuple[Tree, bytes]:

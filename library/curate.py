@@ -108,20 +108,19 @@ def _may_go(
 
 
 def archive(core: Core, artifact_ids: Sequence[str], place: Path, reason: str = "") -> int:
-    """Move artifacts out into one bundle at `place`, read it back, then mark them ARCHIVED; the bundle's
-    bytes.
+    """Move artifacts out into one bundle at `place`, read it back, then mark them ARCHIVED; its bytes.
 
     Their rows and ledger entries stay; their objects are left to collection.
     """
     core.refuse_readonly()
-    records = [known(core, artifact_id) for artifact_id in artifact_ids]
+    records = [known(core, artifact_id) for artifact_id in dict.fromkeys(artifact_ids)]
     for record in records:
         check_move(ARTIFACT_MOVES, record.id, record.state, ARCHIVED)
         if leases.live(core.index, record.digest):
             raise fail(
                 "E0726", f"{record.id} is leased by a running command", node=record.id, hint="try again later"
             )
-    size = export_bundle(core, records, place)
+    size = export_bundle(core, records, place, keep=True)
     data = read_file(place)
     import_bundle(core, data, dry_run=True)
     note = {"reason": reason, "bundle": sha256_hex(data)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -23,6 +24,7 @@ NETWORK_TYPES = frozenset(
 LOCAL_FUSE = frozenset(
     "fuse.fuse-overlayfs fuse.gocryptfs fuse.encfs fuse.bindfs fuse.mergerfs fuse.ntfs-3g fuse.exfat".split()
 )
+_OCTAL = re.compile(r"\\([0-7]{3})")  # how mountinfo writes spaces, tabs, line ends and backslashes
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -165,7 +167,7 @@ def file_system_type(path: Path) -> str:
         return ""
     for line in lines:
         left, _, right = line.partition(" - ")
-        point = left.split(" ")[4].replace("\\040", " ")
+        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), left.split(" ")[4])
         inside = path == Path(point) or Path(point) in path.parents
         if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
             best, kind = len(point), right.split(" ")[0]

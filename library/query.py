@@ -267,7 +267,7 @@ def facts_of(record: ArtifactRecord, report: Mapping[str, Any]) -> tuple[tuple[s
     wep = _mapping(report.get("wep"))
     given = report.get("generated_tags")
     listed = given if isinstance(given, list | tuple) else ()
-    tags = " ".join(sorted({str(t) for t in listed if " " not in str(t)}))
+    tags = " ".join(sorted({str(t) for t in listed if len(str(t).split()) == 1}))
     latency, memory = _number(wep.get("latency_ms_p99")), _number(wep.get("memory_mb_peak"))
     risk = _number(report.get("risk_score"))
     values = (

@@ -228,6 +228,13 @@ class TrustStore:
         with self.locked():
             if self.exists():
                 return
+            if self._highest():  # new keys would make everything proven so far unknown, without a word
+                raise fail(
+                    "E0748",
+                    f"trust.json is gone from {self.home}, where version {self._highest()} was",
+                    node=str(self.home),
+                    hint="put it back, or `esper-library trust import FILE`",
+                )
             made = {role: new_key(self.home, role) for role in ROLES}
             document = TrustDocument(
                 1,
@@ -271,7 +278,7 @@ class TrustStore:
             current = self.document_or_expired() if self.exists() else None
             new = self.check_envelope(envelope, current)
             highest = max(self._highest(), current.version if current else 0)
-            if new.version <= highest:
+            if new.version < highest or (current and new.version == highest):
                 raise fail(
                     "E0750", f"trust store version {new.version} offered, version {highest} is installed"
                 )

@@ -331,3 +331,30 @@ def test_collection_cuts_the_log(home: Path) -> None:
         lib.collect(grace_s=0, dry_run=False)
         assert log.stat().st_size == 0
         assert len(lib.artifacts()) == 21
+
+
+@pytest.mark.parametrize(
+    "name", ["a b#c?d%20e;f&g=h", "ü\u202e\n\t", "%41", "-rf", "'\"$(x)`", "x" * 200, "file:"]
+)
+def test_odd_names_of_directories(fast_tmp: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A library anywhere, opened for writing, reading, in a snapshot, and by the command."""
+    home = fast_tmp / name / "library"
+    monkeypatch.setenv("ESPER_KEYS", str(fast_tmp / name / "keys"))
+    with Library.open(home) as lib:
+        artifact = validated(lib)
+        with lib.snapshot() as index:
+            assert index.version() == len(MIGRATIONS)
+    with Library.open(home, readonly=True) as lib:
+        assert lib.load(artifact).record.id == artifact
+    command = [sys.executable, "-m", "library.cli", "--library", str(home), "verify", "--contents"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert sorted(os.listdir(fast_tmp)) == sorted([name])
+
+
+def test_mount_points_with_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (
+        "36 35 98:0 / / rw - ext4 /dev/sda rw\n37 36 0:1 / /mnt/a\\040b\\011c\\134d rw - nfs4 host:/x rw\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda *a, **k: table)
+    assert file_system_type(Path("/mnt/a b\tc\\d/library")) == "nfs4"
+    assert file_system_type(Path("/mnt/a b")) == "ext4"

@@ -10,6 +10,7 @@ import pytest
 
 from esper_ir.diagnostics import EsperError
 from library.audit import verify_library
+from library.bundle import export_bundle
 from library.contracts import KernelQuery
 from library.history import audit
 from library.records import ARCHIVED, REVOKED, SUPERSEDED, VALIDATED
@@ -166,3 +167,31 @@ def test_repaired_between_the_read_and_the_quarantine(
     assert lib.load(artifact).container.data == data
     kept = [p.name for p in (home / "quarantine").iterdir() if not p.name.endswith(".json")]
     assert len(kept) == 1, "only what the repair set aside"
+
+
+def test_an_archive_is_not_written_over(lib: Library, fast_tmp: Path) -> None:
+    """A bundle with archived artifacts may be their only copy: neither archive nor export takes its place."""
+    first, second = validated(lib, 1), validated(lib, 2)
+    place, foreign = fast_tmp / "b", fast_tmp / "mine"
+    lib.archive([first, first], place)
+    lib.collect(grace_s=0, dry_run=False)
+    kept = place.read_bytes()
+    refused("E0720", lib.archive, [second], place)
+    refused("E0720", export_bundle, lib, lib.artifacts(state=VALIDATED), place)
+    assert place.read_bytes() == kept and lib.record(second).state == VALIDATED
+    foreign.write_bytes(b"thesis")
+    refused("E0720", lib.archive, [second], foreign)
+    assert foreign.read_bytes() == b"thesis"
+    assert lib.restore(place) == [first]
+    export_bundle(lib, lib.artifacts(), place)
+    lib.archive([second], place)
+    assert lib.restore(place) == [second]
+
+
+def test_an_archive_of_another_library_is_not_written_over(lib: Library, home: Path, fast_tmp: Path) -> None:
+    artifact = validated(lib, 1)
+    lib.archive([artifact], fast_tmp / "b")
+    with Library.open(fast_tmp / "other") as second:
+        mine = validated(second, 2)
+        refused("E0720", second.archive, [mine], fast_tmp / "b")
+    assert lib.restore(fast_tmp / "b") == [artifact]

@@ -218,3 +218,32 @@ def test_passphrases(lib: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ESPER_PASSPHRASE_FD", str(read))
     assert load_signer(lib.trust.home, "validator", keyid).keyid == keyid
     os.close(read)
+
+
+def test_a_lost_trust_store_is_not_made_anew_in_silence(lib: Library, home: Path, tmp_path: Path) -> None:
+    """New keys would make everything proven so far unknown."""
+    artifact, place = validated(lib), lib.trust.home / "trust.json"
+    lib.trust.amend()
+    saved = lib.trust.envelope()
+    place.unlink()
+    with pytest.raises(EsperError) as error:
+        Library.open(home)
+    assert (
+        error.value.code == "E0748"
+        and "version 2" in error.value.message
+        and "put it back" in str(error.value)
+    )
+    assert not place.exists() and (lib.trust.home / "highest").read_text() == "2\n"
+    TrustStore(lib.trust.home).install(saved)
+    with Library.open(home) as again:
+        assert again.load(artifact).record.id == artifact
+
+
+def test_the_highest_version_is_remembered_from_a_copied_store(lib: Library) -> None:
+    """Put there by hand, or by a process that died right after: an older one is refused from then on."""
+    first = lib.trust.envelope()
+    lib.trust.amend()
+    (lib.trust.home / "highest").write_text("1\n")
+    assert TrustStore(lib.trust.home).document().version == 2
+    (lib.trust.home / "trust.json").write_bytes(first)
+    assert code_of(TrustStore(lib.trust.home).document) == "E0750"
