@@ -66,8 +66,8 @@ class Arrival:
 def export_bundle(core: Core, records: Iterable[ArtifactRecord], place: Path, *, keep: bool = False) -> int:
     """Write one bundle file, atomically; its size in bytes. Every object is hashed on the way.
 
-    It takes the place of a file there, but not (E0720) of a bundle with what was archived from here: it may be
-    the only copy. With `keep` it replaces only what an interrupted command of this library may have left.
+    It takes the place of a file there, but not (E0720) of a bundle with what was archived from here: it may
+    be the only copy. With `keep` it replaces only what an interrupted command of this library may have left.
     """
     refuse_inside(place, core.home, core.trust.home)
     _spare(core, place, keep)
