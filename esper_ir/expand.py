@@ -10,6 +10,7 @@ from esper_ir.graphbuilder import GraphBuilder, replay
 from esper_ir.infer import infer
 from esper_ir.opdef import Composite, Operand, Val
 from esper_ir.registry import lookup
+from esper_ir.types import declared
 
 
 def expand(graph: Graph, keep: Container[str] = ()) -> Graph:
@@ -46,5 +47,6 @@ class _Expanding:
         if not isinstance(record.lowering, Composite) or op in self.keep:
             return self.builder.many(op, *operands, **attrs)
         types = [o.type if isinstance(o, Val) else o for o in operands]
-        resolved, _ = infer(record, types, attrs)
+        with declared(self.builder.dims):
+            resolved, _ = infer(record, types, attrs)
         return tuple(record.lowering.expand(self, operands, dict(resolved)))

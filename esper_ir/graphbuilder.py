@@ -29,7 +29,7 @@ class GraphBuilder:
         self._made: dict[Any, Node] = {}
         self._taken: set[str] = set(self.inputs)
         self._counter: dict[str, int] = {}
-        self._infer = Inference()
+        self._infer = Inference(self.dims)
 
     def value(self, name: str) -> Val:
         """A graph input by name."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.opdef import REQUIRED, Attr, Number, OpDef
-from esper_ir.types import Dim, DType, TensorType
+from esper_ir.types import Dim, DimSpec, DType, TensorType, declared
 
 Operands = Sequence[TensorType | Number]
 Inferred = tuple[tuple[tuple[str, Any], ...], tuple[TensorType, ...]]
@@ -127,9 +127,12 @@ def exact(value: Any) -> Any:
 
 
 class Inference:
-    """`infer` with its results kept: large graphs repeat few combinations."""
+    """`infer` with its results kept: large graphs repeat few combinations. `dims`: declared ranges, which
+    proofs of inequalities use.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, dims: Mapping[str, DimSpec]) -> None:
+        self._dims = dims
         self._known: dict[Any, Inferred] = {}
 
     def __call__(self, op: OpDef, operands: Operands, given: Mapping[str, Any]) -> Inferred:
@@ -143,7 +146,8 @@ class Inference:
         except TypeError:  # an unhashable value: a wrong attribute, which `infer` names
             return infer(op, operands, given)
         if found is None:
-            found = self._known[key] = infer(op, operands, given)
+            with declared(self._dims):
+                found = self._known[key] = infer(op, operands, given)
         return found
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
+from types import MappingProxyType
 
 from esper_ir.diagnostics import EsperError
 
@@ -348,6 +351,29 @@ class DimSpec:
     max: int = 2**31 - 1
     tune: tuple[int, ...] = ()
     multiple_of: int = 1
+
+
+_DECLARED: ContextVar[Mapping[str, DimSpec]] = ContextVar("declared", default=MappingProxyType({}))
+
+
+@contextmanager
+def declared(dims: Mapping[str, DimSpec]) -> Iterator[None]:
+    """The ranges that shape rules may use for proofs inside."""
+    token = _DECLARED.set(dims)
+    try:
+        yield
+    finally:
+        _DECLARED.reset(token)
+
+
+def least(dim: Dim) -> int | None:
+    """The smallest value that is proved over the declared ranges; symbols that are not declared are not
+    negative.
+    """
+    if dim.static is not None:
+        return dim.static
+    dims = _DECLARED.get()
+    return dim.bounds({name: (dims[name].min, dims[name].max) for name in dim.symbols() if name in dims})[0]
 
 
 @dataclass(frozen=True)

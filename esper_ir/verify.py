@@ -189,7 +189,7 @@ class _Typing:
 
     def __init__(self, check: _Check) -> None:
         self.check = check
-        self.infer = Inference()
+        self.infer = Inference(check.bp.dims)
         self.types: Types = {}
         self.typed: list[Node] = []
         self.ranges = ranges_of(check.bp)

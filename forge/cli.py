@@ -171,7 +171,7 @@ def explain(path: str, target: str, as_json: bool) -> None:
 @click.option("--dynamic", multiple=True, help="Axis that varies: 0, or x:0=tokens, or x:0=tokens:1:4096.")
 @click.option("--set", "arguments", multiple=True, help="Argument of the class: width=64.")
 @click.option("--train/--eval", "training", default=True, help="Mode of the module (default: --train).")
-@click.option("--updates", is_flag=True, help="New values of buffers as further outputs.")
+@click.option("--updates/--no-updates", default=True, help="Buffers that training writes (default: yes).")
 @click.option("--name", help="Name of the blueprint (default: that of the class).")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File to write; values go beside it.")
 @JSON
@@ -194,7 +194,7 @@ def import_(target: str, output: Path | None, as_json: bool, **options: Any) -> 
         }
         for label in made.metadata["imported"].get("left_out", ()):
             click.echo(
-                f"{made.name}: {label} is updated in training, the blueprint leaves that out", err=True
+                f"{made.name}: {label} is written in training, the blueprint leaves that out", err=True
             )
         if as_json:
             click.echo(json.dumps(document, indent=1))

@@ -128,7 +128,7 @@ def import_file(
     arguments: Sequence[str] = (),
     training: bool = True,
     name: str | None = None,
-    updates: bool = False,
+    updates: bool = True,
 ) -> Blueprint:
     """The blueprint of a class in a Python file (see `esper_ir.importers.torch_export.from_torch`). The file
     is run, as an import would; parameters and example inputs are drawn from seed 0. Raises E0516, E0517 and

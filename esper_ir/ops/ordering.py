@@ -29,7 +29,7 @@ from esper_ir.ops.gradients import to
 from esper_ir.ops.picking import resolve_axis
 from esper_ir.ops.reduction import KEEPDIM, only
 from esper_ir.ops.rules import ONE, accept, axis, conflict, tensor
-from esper_ir.types import Dim, DType, TensorType
+from esper_ir.types import Dim, DType, TensorType, least
 
 Types = Sequence[TensorType | Number]
 DIM = Attr("dim", "int", -1, doc="the axis")
@@ -167,7 +167,7 @@ def _sorted(x: Any, attrs: Attrs) -> tuple[Any, ...]:
 def _infer_top(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     x, at, k = tensor(operands[0]), attrs["dim"], attrs["k"]
     accept([x], "number")
-    low = x.shape[at].bounds({})[0]
+    low = least(x.shape[at])
     if k < 0 or low is None or low < k:
         raise EsperError("E0206", f"cannot prove that axis {at} of {x} has {k} values")
     shape = (*x.shape[:at], Dim.of(k), *x.shape[at + 1 :])

@@ -28,7 +28,7 @@ from esper_ir.opdef import (
 from esper_ir.ops.gradients import val
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, Shape, axis, same, tensor
-from esper_ir.types import Dim, TensorType
+from esper_ir.types import Dim, TensorType, least
 
 Types = Sequence[TensorType | Number]
 DIM = Attr("dim", "int", 0, doc="the axis")
@@ -69,7 +69,7 @@ def _resolve_slice(operands: Types, attrs: Attrs) -> dict[str, Any]:
     if start.static is not None and end.static is not None and end.static < start.static:
         end = start
     for part, name in ((start, "start"), (end - start, "end - start"), (size - end, "size - end")):
-        low = part.bounds({})[0]
+        low = least(part)
         if low is None or low < 0:
             raise EsperError("E0206", f"cannot prove that {name} = {part} >= 0 for axis {at} of {x}")
     if attrs["step"] > 1 and (end - start).static is None:
@@ -96,10 +96,20 @@ def _padded(emit: Emit, x: Val, at: int, before: Dim, after: Dim) -> Val:
     if before == Dim() == after:
         return x
     if before.static is None:
-        raise EsperError("E0206", f"a slice from {before} on has no gradient", hint="start at a number")
+        return _between(emit, x, at, before, after)
     rank = x.type.rank
     first = tuple(before.static if i == at else 0 for i in range(rank))
     return emit("pad", x, before=first, after=tuple(after if i == at else Dim() for i in range(rank)))
+
+
+def _between(emit: Emit, x: Val, at: int, before: Dim, after: Dim) -> Val:
+    """The same where the zeros in front have a symbolic size."""
+    parts = [x]
+    for size, place in ((before, 0), (after, 2)):
+        if size != Dim():
+            zeros = emit("full", shape=_replaced(x.type.shape, at, size), value=0.0, dtype=x.type.dtype)
+            parts.insert(place, zeros)
+    return emit("cat", *parts, dim=at)
 
 
 def _vjp_slice(

@@ -105,24 +105,59 @@ def test_constants_and_leaves_that_nothing_reads(tmp_path: Path) -> None:
         "table": True,
         "edge": True,
     }
-    assert not blueprint.of_kind("param") and blueprint.metadata["imported"]["left_out"] == ["calls"]
+    assert not blueprint.of_kind("param") and set(blueprint.updates) == {"calls"}
     files = save(blueprint, tmp_path / "held.json")
     twin = to_torch(load(files[0]), base=tmp_path)
     x = torch.randn(3, 40)
     torch.testing.assert_close(twin(x), x @ blueprint.values["table"] + 1)
 
 
-def test_updates_are_further_outputs() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.ReLU())
-    blueprint = from_torch(module, torch.randn(5, 4), dynamic=0, updates=True)
-    names = blueprint.metadata["imported"]["updates"]
-    assert set(names) == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
-    x = torch.randn(7, 4)
+@pytest.mark.parametrize("dynamic", [0, None])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_running_statistics_are_updated_as_in_the_module(dynamic: int | None, frozen: bool) -> None:
+    """Through both readings: as exported, and decomposed (a view that is written into)."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3, momentum=0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            if frozen:
+                y.view(-1)[0] = 1.0
+            return y
+
+    module = Normed()
+    given = inputs([(4, 3, 5, 2)])
+    blueprint = from_torch(module, given, dynamic=dynamic)
+    assert set(blueprint.updates) == {"norm.running_mean", "norm.running_var"}
+    assert blueprint.metadata["imported"]["left_out"] == ["norm.num_batches_tracked"]
     twin = to_torch(blueprint)
-    found = dict(zip(blueprint.outputs, twin(x), strict=True))
-    module(x)
-    for buffer, name in names.items():
-        torch.testing.assert_close(found[name], module.state_dict()[buffer], msg=buffer)
+    for _ in range(3):
+        torch.testing.assert_close(twin(*given), module(*given))
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(value, module.state_dict()[name], msg=name)
+    without = from_torch(Normed(), given, updates=False)
+    assert not without.updates and len(without.metadata["imported"]["left_out"]) == 3
+
+
+def test_counters_that_something_reads_are_kept() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return x * self.steps
+
+    module, x = Counted(), torch.randn(3, 4)
+    blueprint = from_torch(module, x)
+    twin = to_torch(blueprint)
+    for _ in range(3):
+        torch.testing.assert_close(twin(x), module(x))
+    assert int(twin.get_buffer("steps")) == int(module.steps) == 3 + int(blueprint.values["steps"])
 
 
 # Sizes.
@@ -158,6 +193,32 @@ def test_forms_of_dynamic(dynamic: Any, dims: list[str]) -> None:
 def test_an_axis_of_one_may_vary() -> None:
     blueprint = from_torch(nn.Linear(4, 2), torch.randn(1, 4), dynamic=0)
     assert str(blueprint.leaves[0].type) == "float32[batch, 4]" and blueprint.dims["batch"].tune == (1,)
+
+
+PARTS: tuple[Any, ...] = (
+    lambda x: x[:, -1],
+    lambda x: x[:, 1:] * x[:, :-1],
+    lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    lambda x: torch.roll(x, 1, 1),
+    lambda x: x[:, -3:-1],
+    lambda x: x.diff(dim=1),
+)
+
+
+@pytest.mark.parametrize("function", PARTS)
+def test_parts_along_an_axis_that_varies(function: Any) -> None:
+    """Proved from the range of the dim; gradients too."""
+
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    given = inputs([(3, 5, 4)])
+    blueprint = from_torch(Part(), given, dynamic={"x": {1: ("t", DimSpec(4, 64))}})
+    same(Part(), blueprint, given)
+    same(Part(), blueprint, inputs([(3, 9, 4)]))
+    if function is PARTS[4]:
+        assert refusal(Part(), given, dynamic={"x": {1: ("t", DimSpec(2, 64))}}).code in ("E0206", "E0405")
 
 
 def test_a_size_in_multiples() -> None:

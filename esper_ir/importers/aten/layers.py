@@ -147,15 +147,32 @@ def _batch_norm(
     if not training:
         return _evaluated(b, x, weight, bias, mean, variance, eps)
     made = _affine(b, "batch_norm", x, weight, bias, x.type.shape[1:2], training=True, eps=eps)
-    dims = tuple(i for i in range(x.type.rank) if i != 1)
-    for held, op in ((mean, "mean"), (variance, "var")):
+    for held, found in zip((mean, variance), _statistics(b, x), strict=True):
         if held is not None:
-            b.update(held, lambda held=held, op=op: _running(b, held, b.op(op, x, dims=dims), momentum))
+            b.update(held, lambda held=held, found=found: _running(b, held, found, momentum))
     return made
 
 
+def _statistics(b: Context, x: Value) -> tuple[Value, Value]:
+    """Mean and unbiased variance per channel, written as `batch_norm` expands: computed once."""
+    dims = tuple(i for i in range(x.type.rank) if i != 1)
+    wide = b.cast(x, x.type.dtype.compute)
+    count = ONE
+    for d in dims:
+        count = count * x.type.shape[d]
+    size = float(count.static) if count.static is not None else b.size(count, wide.type.dtype)
+    mean = b.op("div", b.op("sum", wide, dims=dims, keepdim=True), size)
+    centred = b.op("sub", wide, mean)
+    squares = b.op("sum", b.op("mul", centred, centred), dims=dims, keepdim=True)
+    variance = b.op("div", squares, size)
+    channels = x.type.shape[1:2]
+    less = max(size - 1.0, 0.0) if isinstance(size, float) else b.op("sub", size, 1.0)
+    unbiased = b.op("div", b.op("mul", b.reshape(variance, channels), size), less)
+    return b.reshape(mean, channels), unbiased
+
+
 def _running(b: Context, held: Value, found: Value, momentum: float) -> Value:
-    """(1 - momentum) held + momentum found; the variance is the unbiased one."""
+    """(1 - momentum) held + momentum found."""
     part = b.op("mul", b.cast(found, held.type.dtype), momentum)
     return b.op("add", b.op("mul", held, 1.0 - momentum), part)
 
@@ -175,10 +192,8 @@ def _functional_batch_norm(
     if not training:
         return _evaluated(b, x, weight, bias, mean, variance, eps), None, None, mean, variance
     made = _batch_norm(b, x, weight, bias, None, None, True, momentum, eps)
-    if not b.training_updates:
-        return made, None, None, mean, variance
-    dims = tuple(i for i in range(x.type.rank) if i != 1)
-    new = (_running(b, h, b.op(op, x, dims=dims), momentum) for h, op in ((mean, "mean"), (variance, "var")))
+    found = zip((mean, variance), _statistics(b, x), strict=True)
+    new = (_running(b, held, value, momentum) for held, value in found)
     return (made, None, None, *new)
 
 

@@ -112,11 +112,6 @@ def _slice(
 ) -> Value:
     size = x.type.shape[dim]
     last = None if end is None or (isinstance(end, int) and end >= END) or end == size else end
-    if last is not None and size.static is None and isinstance(last, int) and last >= 0:
-        low = size.bounds({n: (s.min, s.max) for n, s in b.builder.dims.items()})[0]
-        if low is None or low < last:
-            hint = "give the dim a range from there on"
-            raise unsupported(f"cannot prove that axis {dim} of size {size} reaches {last}", hint)
     first = 0 if start is None else start
     if first == 0 and last is None and step == 1:
         return x
