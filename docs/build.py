@@ -131,7 +131,9 @@ def torch_table() -> str:
     """What a block does with every feature of torch, from the table that the tests run."""
     matrix = "tests.runtime.matrix"
     parts = {
-        "On a processor and on a card": (*_rows(f"{matrix}.steps"), *_rows(f"{matrix}.modules")),
+        "On a processor and on a card": [
+            row for part in ("steps", "combined", "modules") for row in _rows(f"{matrix}.{part}")
+        ],
         "Two processes": _rows(f"{matrix}.ranks"),
         "On a card": [r for r in _rows(f"{matrix}.cards") if r.place == "card"],
         "On two cards": [r for r in _rows(f"{matrix}.cards") if r.place == "cards"],

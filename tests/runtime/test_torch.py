@@ -11,11 +11,11 @@ import torch
 
 import runtime
 from esper_ir.diagnostics import EsperError
-from tests.runtime.matrix import cards, modules, ranks, steps
-from tests.runtime.matrix.cell import DYNAMIC, Bench, Row, cells
+from tests.runtime.matrix import cards, combined, modules, ranks, steps
+from tests.runtime.matrix.cell import COMPILED, DYNAMIC, Bench, Row, cells
 from tests.runtime.test_executor import refusal
 
-ROWS = (*steps.ROWS, *modules.ROWS, *cards.ROWS)
+ROWS = (*steps.ROWS, *combined.ROWS, *modules.ROWS, *cards.ROWS)
 ALWAYS = ("training step", "batch size changes", "stride-0 and strided cotangents")
 
 
@@ -34,8 +34,10 @@ def _params(place: str) -> list[Any]:
 
 
 def _marks(row: Row, mode: str) -> list[Any]:
-    """`dynamic` differs from `compile` in few rows: those always, the others with the long tests."""
-    return [pytest.mark.slow] if mode == DYNAMIC and row.feature not in ALWAYS else []
+    """`dynamic` differs from `compile` in few rows: those always, the others with the long tests; so do the
+    combinations, compiled."""
+    long = mode == DYNAMIC and row.feature not in ALWAYS or mode == COMPILED and row in combined.ROWS
+    return [pytest.mark.slow] if long else []
 
 
 def judge(row: Row, mode: str, device: torch.device, load: Callable[..., Any]) -> None:
