@@ -11,7 +11,7 @@ from pathlib import Path
 from library import crypto
 from library.dsse import Signer
 from library.errors import fail
-from library.paths import make_private, os_error
+from library.paths import make_private, os_error, sync_directory
 
 ROLES = ("root", "compiler", "validator")
 _MAX_KEY_BYTES = 16 << 10
@@ -34,6 +34,7 @@ def new_key(home: Path, role: str, passphrase: bytes | None = None) -> tuple[str
             file.write(pem)
             file.flush()
             os.fsync(fd)
+        sync_directory(place.parent)
     except OSError as error:
         raise os_error(error, "cannot write key", place) from error
     return keyid, raw

@@ -75,6 +75,16 @@ def _make_parents(path: Path) -> None:
         os.mkdir(path, 0o700)
     except FileExistsError:  # another process was first
         return
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """The names in a directory on the medium. OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def check_private(path: Path) -> None:

@@ -21,6 +21,7 @@ from library.index import Index
 from library.records import VALIDATED, ArtifactRecord
 
 UNRANKED = 1e12
+_MOST = 1e300
 _SHOWN = 100
 _FEW, _MANY, _AT_ONCE = 2000, 8000, 32
 _FACTS = (
@@ -313,4 +314,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _MOST:
+        return None
+    return float(value)

@@ -85,11 +85,22 @@ def _mend(core: Core, record: ArtifactRecord, digest: str, what: str, objects: M
         with core.publishing({digest: found}, f"repair {record.id}"):
             pass
         return Repair(record.id, digest, what, "restored")
+    if what == "blueprint" and _sound(core, record.digest):
+        return Repair(record.id, _respelled(core, record), what, "restored")
     if what == "container":
         labels = {"target": record.target, "pipeline": record.pipeline, "objective": record.objective}
         new = jobs.file_job(core, "compile", record.blueprint, labels, priority=1)
         return Repair(record.id, digest, what, "job filed" if new else "job waiting")
     return Repair(record.id, digest, what, "lost")
+
+
+def _respelled(core: Core, record: ArtifactRecord) -> str:
+    """The text inside a sound container takes the place of a lost one in another spelling; its digest."""
+    text = blueprint_text(unpack(core.blobs.read_raw(record.digest)).manifest).encode()
+    digest = sha256_hex(text)
+    with core.publishing({digest: text}, f"repair {record.id}"):
+        artifacts.set_text(core, record.blueprint, digest)
+    return digest
 
 
 def _blueprint_text(core: Core, record: ArtifactRecord, digest: str) -> bytes | None:

@@ -26,7 +26,7 @@ from library.crypto import keyid_of
 from library.dsse import Signer
 from library.errors import fail
 from library.keys import ROLES, key_path, load_signer, new_key
-from library.paths import check_private, make_private, os_error, read_regular
+from library.paths import check_private, make_private, os_error, read_regular, sync_directory
 
 DOCUMENT = "trust.json"
 HIGHEST = "highest"
@@ -353,11 +353,7 @@ def replace_file(place: Path, data: bytes) -> None:
     try:
         _write_synced(staged, data)
         os.rename(staged, place)
-        directory = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync_directory(place.parent)
     except OSError as error:
         raise os_error(error, "cannot write", place) from error
     finally:

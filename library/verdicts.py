@@ -154,6 +154,7 @@ def open_annotation(
         or type(predicate["version"]) is not int
         or not 0 < predicate["version"] < _MAX_VERSION
         or type(predicate["time"]) not in (int, float)
+        or not abs(predicate["time"]) < _MAX_VERSION
         or not isinstance(predicate["annotation"], dict)
     ):
         raise fail("E0745", f"{what} is malformed", node=record.id)

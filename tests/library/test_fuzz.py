@@ -26,7 +26,22 @@ from tests.library.helpers import contents, make_container
 from tests.library.test_bundle import framed
 
 FEW: tuple[Any, ...] = (None, -1, "../../x", [], {"a": 1})
-MANY: tuple[Any, ...] = (*FEW, True, 0, 1.5, "", "\0", {}, [[]], [None], "A" * 100, 1 << 70, "\u00e9", [{}])
+MANY: tuple[Any, ...] = (
+    *FEW,
+    True,
+    0,
+    1.5,
+    "",
+    "\0",
+    {},
+    [[]],
+    [None],
+    "A" * 100,
+    1 << 70,
+    10**400,
+    "\u00e9",
+    [{}],
+)
 Spot = tuple[str | int, ...]
 
 

@@ -14,8 +14,9 @@ from library.bundle import export_bundle
 from library.contracts import KernelQuery
 from library.history import audit
 from library.records import ARCHIVED, REVOKED, SUPERSEDED, VALIDATED
+from library.repair import repair
 from library.store import Library
-from tests.library.helpers import flip, make_container, object_path, validated
+from tests.library.helpers import flip, make_container, make_manifest, object_path, text_of, validated
 
 
 @pytest.fixture
@@ -195,3 +196,15 @@ def test_an_archive_of_another_library_is_not_written_over(lib: Library, home: P
         mine = validated(second, 2)
         refused("E0720", second.archive, [mine], fast_tmp / "b")
     assert lib.restore(fast_tmp / "b") == [artifact]
+
+
+def test_a_lost_text_in_another_spelling_is_replaced(lib: Library, home: Path) -> None:
+    """The first text of a blueprint came with an artifact whose container is lost as well."""
+    manifest = make_manifest()
+    first = lib.put_blueprint(
+        manifest["blueprint"]["id"], b'{"name": "block_0", "spelled": "otherwise"}', "block_0"
+    )
+    record = lib.put_artifact(make_container())
+    object_path(home, first.text_digest).unlink()
+    assert [r.action for r in repair(lib, lib.artifacts(), {})] == ["restored"]
+    assert lib.blueprint_text(record.blueprint).decode() == text_of(0)
