@@ -26,8 +26,8 @@ _INPUT = re.compile(r"(?:([A-Za-z_]\w*)[=:])?\s*([a-z]+\d*)\s*\[([\d,\s]*)\]\s*\
 
 
 def example(text: str) -> tuple[str | None, Tensor]:
-    """`float32[8,64]`, or `name=float32[8,64]` for a keyword argument, as a tensor: floating elements are
-    drawn from a standard normal distribution, integers and truth values are zero. Raises E0517, E0103.
+    """`float32[8,64]`, or `name=float32[8,64]` for a keyword argument, as a tensor of zeros: only its
+    shape and dtype matter. Raises E0517, E0103.
     """
     found = _INPUT.match(text)
     if found is None:
@@ -36,8 +36,6 @@ def example(text: str) -> tuple[str | None, Tensor]:
     name, dtype, sizes = found.groups()
     kind = DType.parse(dtype, text)
     shape = [int(s) for s in sizes.replace(" ", "").split(",") if s]
-    if kind.is_floating:
-        return name, torch.randn(shape).to(torch_dtype(kind))
     return name, torch.zeros(shape, dtype=torch_dtype(kind))
 
 
@@ -131,7 +129,7 @@ def import_file(
     updates: bool = True,
 ) -> Blueprint:
     """The blueprint of a class in a Python file (see `esper_ir.importers.torch_export.from_torch`). The file
-    is run, as an import would; parameters and example inputs are drawn from seed 0. Raises E0516, E0517 and
+    is run, as an import would; parameters are drawn from seed 0. Raises E0516, E0517 and
     the codes of `from_torch`.
     """
     torch.manual_seed(0)

@@ -46,9 +46,11 @@ def test_every_chain_as_plans_for_the_card(chain: Chain) -> None:
     compiled(chain, "h100", "plans")
 
 
-@pytest.mark.parametrize("name", ["linear_swish_norm", "conv2d_residual_logs"])
+@pytest.mark.parametrize("name", ["linear_swish_norm", "conv2d_residual_logs", "linear_batch_norm"])
 def test_an_artifact_trains_as_the_module_does(name: str, esper_library: Path) -> None:
-    """Compiled, loaded, given the values of the module: outputs and gradients are torch's, at two sizes."""
+    """Compiled, loaded, given the values of the module: results, gradients and statistics are torch's,
+    at two sizes.
+    """
     (chain,) = [c for c in CHAINS if c.name == name]
     torch.manual_seed(0)
     module, given = chain.make(), inputs(chain.shapes)
@@ -65,3 +67,5 @@ def test_an_artifact_trains_as_the_module_does(name: str, esper_library: Path) -
         assert set(ours) == set(theirs)
         for label, value in theirs.items():
             torch.testing.assert_close(ours[label], value, rtol=1e-4, atol=1e-5, msg=f"{label} of {name}")
+        for label, value in block.named_buffers():
+            torch.testing.assert_close(value, module.state_dict()[label], msg=label)

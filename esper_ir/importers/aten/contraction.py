@@ -48,6 +48,8 @@ def _added(b: Context, base: Value, x: Value, y: Value, *, beta: Number = 1, alp
 
 
 def _outer(b: Context, x: Value, y: Value) -> Value:
+    if x.type.dtype is not y.type.dtype:
+        return b.op("mul", b.reshape(x, (*x.type.shape, ONE)), y)
     return b.op("outer", x, y)
 
 
