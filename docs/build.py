@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from docs import samples
+from docs import families, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -110,7 +110,11 @@ def reference(package: str) -> str:
 def operators() -> str:
     """One line per operator of the graph language."""
     ops: dict[str, Any] = dict(importlib.import_module("esper_ir.registry").OPS)
-    rows = [f"| `{name}` | {_attributes(op)} | {_kind(op)} | {op.doc} |" for name, op in sorted(ops.items())]
+    page = families.family_of()
+    rows = [
+        f"| [`{name}`](operators/{page[name]}.md#{name}) | {_attributes(op)} | {_kind(op)} | {op.doc} |"
+        for name, op in sorted(ops.items())
+    ]
     return "\n".join(["| operator | attributes | lowering | meaning |", "|---|---|---|---|", *rows]) + "\n"
 
 
@@ -237,18 +241,23 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield DOCS / "samples.md", samples.page()
     path = DOCS / "blueprint.md"
     yield path, between(path.read_text(encoding="utf-8"), "operators", operators())
+    yield from families.pages()
     path = ROOT / "README.md"
     text = between(path.read_text(encoding="utf-8"), "example", example())
     yield path, between(text, "bench", bench_table())
 
 
 def main() -> int:
-    stale = []
+    stale = [path.relative_to(ROOT).as_posix() for path in families.stale()]
+    if "--check" not in sys.argv:
+        for path in families.stale():
+            path.unlink()
     for path, text in pages():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         stale.append(path.relative_to(ROOT).as_posix())
         if "--check" not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if stale:
         print(("stale: " if "--check" in sys.argv else "written: ") + ", ".join(stale))

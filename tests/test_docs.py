@@ -21,6 +21,8 @@ import click
 import pytest
 
 from docs.build import TOOLS, commands, entries, load_tool
+from docs.families import family_of
+from esper_ir.registry import OPS
 from tests.source import PACKAGES, ROOT, parse, python_files, relative
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "adr").glob("*.md")])
@@ -75,6 +77,14 @@ def test_every_error_code_is_documented_and_none_too_many() -> None:
     assert not stale, f"described in docs/errors.d/ but raised nowhere: {stale}"
     short = [code for code, text in described.items() if len(text.split()) < 12]
     assert not short, f"say what happened and what to do: {short}"
+
+
+def test_every_operator_is_on_the_page_of_its_family() -> None:
+    page = family_of()
+    assert set(page) == set(OPS)
+    for name, family in page.items():
+        text = (ROOT / "docs" / "operators" / f"{family}.md").read_text(encoding="utf-8")
+        assert f"## `{name}`" in text, f"run `make docs`: {name}"
 
 
 def test_every_environment_variable_is_described() -> None:
