@@ -15,6 +15,7 @@ from forge.lower import PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
+from forge.passes.fold import fold
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.reductions import straighten
 from forge.templates.choice import tuned_sizes
@@ -50,13 +51,15 @@ def check(work: Work) -> Work:
 
 
 def canonicalise(work: Work) -> Work:
-    """Composites to primitives, reductions over first or last axes, equal work once, dead work gone."""
+    """Composites to primitives, reductions over first or last axes; equal work once, what is dead or changes
+    no bit gone.
+    """
     assert work.graph is not None
     return replace(work, graph=_plain(work.graph, apart=True))
 
 
 def _plain(graph: Graph, apart: bool = False) -> Graph:
-    return eliminate_dead(merge_equal(straighten(expand(graph)), apart=apart))
+    return eliminate_dead(merge_equal(fold(straighten(expand(graph))), apart=apart))
 
 
 def differentiate(work: Work) -> Work:
