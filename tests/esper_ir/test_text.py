@@ -160,6 +160,8 @@ def test_truncation_at_every_byte(path: Any) -> None:
 def mutated(data: bytes, rng: random.Random) -> bytes:
     out = bytearray(data)
     for _ in range(rng.randint(1, 4)):
+        if not out:
+            break
         at = rng.randrange(len(out))
         kind = rng.randrange(5)
         if kind == 0:
