@@ -7,6 +7,7 @@ they are loaded.
 
 from __future__ import annotations
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,13 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'runtime' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    # Nothing that an import makes is garbage, and looking through all of torch for some takes longer than it.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(import_module(home), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value
     return value
