@@ -19,11 +19,16 @@ CASES = [pytest.param(op, s, id=f"{op.name}-{i}") for op in OPS.values() for i, 
 
 def graph_of(op: OpDef, sample: Sample) -> Graph:
     """The graph of one node `y` over inputs a0, a1, ...; its first output alone."""
+    return whole_graph(op, sample, ("y",))
+
+
+def whole_graph(op: OpDef, sample: Sample, wanted: tuple[str, ...] = ()) -> Graph:
+    """The same with all outputs, or with these."""
     types = {f"a{i}": t for i, t in enumerate(sample.operands) if isinstance(t, TensorType)}
     builder = GraphBuilder(types)
     operands = [builder.value(f"a{i}") if f"a{i}" in types else t for i, t in enumerate(sample.operands)]
     outputs = builder.emit_named("y", op.name, operands, sample.attrs)
-    return builder.graph(outputs[:1])
+    return builder.graph([v for v in outputs if not wanted or v.name in wanted])
 
 
 def random_tensor(kind: TensorType, sample: Sample, generator: torch.Generator) -> torch.Tensor:

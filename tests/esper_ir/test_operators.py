@@ -5,6 +5,8 @@ sample.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,8 +22,9 @@ from esper_ir.registry import OPS
 from esper_ir.text import parse, render
 from esper_ir.types import DType, TensorType
 from esper_ir.verify import typed
-from tests.esper_ir.cases import CASES, graph_of, values_of
+from tests.esper_ir.cases import CASES, graph_of, values_of, whole_graph
 from tests.esper_ir.scalars import run_body
+from tests.source import ROOT
 
 FLOAT_CONSTANTS = ("celu", "hardsigmoid")  # torch's float64 kernels use constants rounded to float32
 ULP = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -72,6 +75,45 @@ def test_gradient_is_that_of_autograd(op: OpDef, sample: Sample) -> None:
         want = torch.zeros_like(values[name]) if want is None else want
         bound = 1e-7 if op.name in FLOAT_CONSTANTS else 1e-9
         torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
+
+
+SEVERAL = [
+    pytest.param(op, s, id=f"{op.name}-{i}")
+    for op in OPS.values()
+    for i, s in enumerate(op.samples)
+    if len(whole_graph(op, s).outputs) > 1
+]
+
+
+@pytest.mark.parametrize(("op", "sample"), SEVERAL)
+def test_every_output_and_its_gradient(op: OpDef, sample: Sample) -> None:
+    """Operators with several results: each is that of the expansion, and all cotangents count."""
+    graph = whole_graph(op, sample)
+    values = {n: v.double() if v.is_floating_point() else v for n, v in values_of(graph, sample).items()}
+    leaves = {n: v.clone().requires_grad_(v.is_floating_point()) for n, v in values.items()}
+    outs = evaluate(graph, leaves, precision="float64")
+    flat = evaluate(expand(graph), values, precision="float64")
+    for name, value in outs.items():
+        torch.testing.assert_close(flat[name], value.detach(), rtol=1e-9, atol=1e-9)
+    roots = [n for n, v in outs.items() if v.requires_grad and n not in UNGRADED.get(op.name, ())]
+    wanted = [n for n, v in leaves.items() if v.requires_grad]
+    if not roots or isinstance(op.vjp, NotDifferentiable):
+        return
+    graph = whole_graph(op, sample, tuple(roots))
+    both = joint(graph, wanted)
+    generator = torch.Generator().manual_seed(2)
+    seeds = [torch.randn(outs[n].shape, dtype=torch.float64, generator=generator) for n in roots]
+    expected = torch.autograd.grad([outs[n] for n in roots], [leaves[n] for n in wanted], seeds)
+    given = {**values, **{both.cotangents[n]: s for n, s in zip(roots, seeds, strict=True)}}
+    found = evaluate(both.graph, given, precision="float64")
+    for name, want in zip(wanted, expected, strict=True):
+        label = both.gradients[name]
+        assert label is not None
+        torch.testing.assert_close(found[label], want, rtol=1e-9, atol=1e-9)
+
+
+UNGRADED = {"attention": ("y.1",)}
+"""Outputs without a gradient: the logarithm of the sum of exponentials."""
 
 
 @pytest.mark.parametrize(
@@ -217,3 +259,18 @@ def test_special_rows(name: str) -> None:
     graph = builder.graph([builder(name, builder.value("a0"), **params)])
     want = evaluate(graph, {"a0": x})[graph.outputs[0]]
     close(evaluate(expand(graph), {"a0": x})[graph.outputs[0]], want, 8)
+
+
+def test_the_language_is_imported_quickly_and_without_torch() -> None:
+    code = (
+        "import time; t = time.process_time()\n"
+        "import esper_ir.builder, esper_ir.canonical, esper_ir.grad, esper_ir.text, esper_ir.verify\n"
+        "import sys; print(time.process_time() - t, 'torch' in sys.modules, 'networkx' in sys.modules)"
+    )
+    found = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        seconds, *heavy = done.stdout.split()
+        assert heavy == ["False", "False"], done
+        found.append(float(seconds))
+    assert min(found) < 0.150, found
