@@ -1,5 +1,5 @@
-"""The door to library.ed25519: a process that only lists or stores
-unsigned things never pays for `cryptography`."""
+"""The door to library.ed25519 and library.private_keys: a process that only lists or stores unsigned things
+never pays for `cryptography`, and one that only verifies not for the formats of private keys."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ def _door() -> ModuleType:
     return ed25519
 
 
+def _private() -> ModuleType:
+    from library import private_keys
+
+    return private_keys
+
+
 def warm() -> None:
-    """Pay the import now rather than at the first signature."""
+    """Pay the import now rather than at the first signature that is verified."""
     _door()
 
 
@@ -29,12 +35,12 @@ def verify(raw_public: bytes, signature: bytes, message: bytes) -> bool:
 
 def generate(passphrase: bytes | None = None) -> tuple[bytes, bytes]:
     """A new key: PKCS#8 PEM and raw public bytes."""
-    return _door().generate(passphrase)
+    return _private().generate(passphrase)
 
 
 def load_private(pem: bytes, passphrase: bytes | None = None) -> tuple[Any, bytes]:
     """Private key object (has `.sign(bytes)`) and raw public bytes."""
-    return _door().load_private(pem, passphrase)
+    return _private().load_private(pem, passphrase)
 
 
 def keyid_of(raw_public: bytes) -> str:
