@@ -25,15 +25,19 @@ from library.records import (
 )
 
 
-def known_content(core: Core, artifact_id: str, digest: str) -> ArtifactRecord | None:
-    """The record of an id, if its content is this; E0723 if it is another."""
-    known = rows.artifact(core.index, artifact_id)
+def known_content(core: Core, manifest: Mapping[str, Any], digest: str) -> ArtifactRecord | None:
+    """The record of a manifest's id, if its content is this; E0723 if it is another."""
+    known = rows.artifact(core.index, manifest["artifact_id"])
     if known is not None and known.digest != digest:
+        same = known.version == manifest["version"]
         raise fail(
             "E0723",
-            f"{artifact_id} is stored with digest {known.digest}, not {digest}",
-            node=artifact_id,
-            hint="the compiler gave one id to two contents: its version hash misses an input",
+            f"{known.id} is stored with digest {known.digest}, not {digest}",
+            node=known.id,
+            hint="the compiler gave one id to two contents: its version hash misses an input"
+            if same
+            else "two version hashes share their first 8 digits by chance: change a note in the blueprint's "
+            "metadata and compile again",
             details={"stored": known.digest, "offered": digest},
         )
     return known
@@ -78,7 +82,7 @@ def insert_artifact(
     digest.
     """
     manifest = unpacked.manifest
-    known = known_content(core, manifest["artifact_id"], digest)
+    known = known_content(core, manifest, digest)
     if known is not None:
         return known
     blueprint = manifest["blueprint"]

@@ -183,7 +183,7 @@ def _digests(arrival: Arrival) -> list[str]:
 
 
 def _brings_something(core: Core, arrival: Arrival) -> bool:
-    known = artifacts.known_content(core, arrival.unpacked.manifest["artifact_id"], arrival.digest)
+    known = artifacts.known_content(core, arrival.unpacked.manifest, arrival.digest)
     if known is None or _fresh_verdicts(core, known, arrival):
         return True
     return bool(_fresh_annotations(core, known, arrival))
@@ -206,7 +206,7 @@ def _fresh_verdicts(
 
 def _record(core: Core, arrival: Arrival) -> None:
     artifact_id = arrival.unpacked.manifest["artifact_id"]
-    record = artifacts.known_content(core, artifact_id, arrival.digest)
+    record = artifacts.known_content(core, arrival.unpacked.manifest, arrival.digest)
     if record is None:
         envelope, beside = arrival.envelope, list(arrival.beside)
         text = sha256_hex(arrival.text)

@@ -123,7 +123,7 @@ class Library(Core):
         for name in files:
             if not SIDE_NAME.match(name):
                 raise fail("E0720", f"side file name {name[:80]!r} must be [A-Za-z0-9._+-], at most 128 long")
-        known = artifacts.known_content(self, unpacked.manifest["artifact_id"], digest)
+        known = artifacts.known_content(self, unpacked.manifest, digest)
         if known is not None and self.blobs.has(digest):
             return known
         text = blueprint_text(unpacked.manifest).encode()

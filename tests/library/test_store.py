@@ -45,6 +45,16 @@ def test_one_id_has_one_content(lib: Library, home: Path) -> None:
     assert contents(home).keys() == before.keys()
 
 
+def test_two_versions_that_share_their_first_digits(lib: Library) -> None:
+    """One in four billion: refused like any other conflict, with what to do."""
+    version = make_manifest(1)["version"]
+    lib.put_artifact(make_container(1))
+    with pytest.raises(EsperError) as error:
+        lib.put_artifact(make_container(1, version=version[:8] + version[:7:-1]))
+    assert error.value.code == "E0723" and "by chance" in str(error.value)
+    assert len(lib.artifacts()) == 1
+
+
 def test_loading_needs_a_verdict(lib: Library) -> None:
     record = lib.put_artifact(make_container())
     assert code_of(lib.load, record.id) == ("E0740", 12)
