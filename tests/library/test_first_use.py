@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from esper_ir.diagnostics import EsperError
-from library import history
+from library import history, rotation
 from library.store import Library
+from library.trust import TrustStore
 from tests.library.helpers import make_container, validated
 from tests.library.world import in_child
 
@@ -80,3 +81,34 @@ def test_a_key_home_that_cannot_be_written_is_only_a_missing_note(
 
         monkeypatch.setattr("library.seen.make_private", refuse)
         assert lib.load(validated(lib, 2)).verdict is not None
+
+
+@pytest.mark.parametrize("how", [killed, failing], ids=["killed", "failing"])
+@pytest.mark.parametrize("role", ["validator", "root"])
+def test_dying_at_every_call_of_a_rotation(
+    home: Path, fast_tmp: Path, how: Callable[[], None], role: str
+) -> None:
+    """The old version or the new one, whole: what was proven loads, and the next proof can be signed."""
+    with Library.open(home) as lib:
+        artifact, keys = validated(lib, 1), lib.trust.home
+    for at in range(1, 200):
+        copy, place = fast_tmp / f"keys{at}", fast_tmp / f"library{at}"
+        shutil.copytree(keys, copy)
+        shutil.copytree(home, place)
+
+        def work(at: int = at, copy: Path = copy) -> None:
+            interrupted(at, how)
+            rotation.rotate_key(TrustStore(copy), role)
+
+        status = in_child(work)
+        assert status in (0, KILLED, 16), (at, status)
+        with Library.open(place, trust=copy) as lib:
+            assert lib.load(artifact).record.id == artifact
+            assert lib.trust.document().version in (1, 2) and lib.load(validated(lib, 2)).verdict
+            lib.trust.amend()
+            assert lib.load(artifact).record.id == artifact
+        shutil.rmtree(copy)
+        shutil.rmtree(place)
+        if status == 0 and at > 20:
+            return
+    raise AssertionError("no end")
