@@ -84,8 +84,9 @@ def shelf_home(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
 
 @pytest.fixture(scope="session")
 def card_home(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
-    """The same for the card here."""
-    return _stocked(tmp_path_factory.mktemp("cards"), "auto")
+    """What the tests on a card need of it, for the card here."""
+    needed = ("layers.*.mlp", "dropped", "norm_relu")
+    return _stocked(tmp_path_factory.mktemp("cards"), "auto", needed)
 
 
 def _in_force(made: Shelf, patch: pytest.MonkeyPatch) -> dict[str, str]:
