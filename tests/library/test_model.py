@@ -8,12 +8,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from esper_ir.diagnostics import EsperError
 from library import history, rows
+from library.audit import verify_library
 from library.contracts import KernelQuery
 from library.records import ARCHIVED, PENDING_BENCHMARKING, REJECTED, REVOKED, SUPERSEDED, VALIDATED
 from library.store import Library
@@ -157,7 +159,16 @@ class Histories(RuleBasedStateMachine):
     def the_ledger_is_sound(self) -> None:
         if hasattr(self, "lib"):
             assert history.audit(self.lib).findings == ()
+            found = verify_library(self.lib, self.lib.artifacts(), contents=True).findings
+            assert found == ()
 
 
 Histories.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestHistories = Histories.TestCase
+
+
+@pytest.mark.slow
+class TestHistoriesLong(Histories.TestCase):
+    """Longer histories, and more of them."""
+
+    settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
