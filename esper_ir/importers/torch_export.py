@@ -39,8 +39,8 @@ class _Function(nn.Module):
 
 def precision_in_force() -> Precision:
     """What torch's switches say now about products of float32 on the card."""
-    products = torch.get_float32_matmul_precision() != "highest"
-    return Precision("tf32" if products else "ieee", "tf32" if torch.backends.cudnn.allow_tf32 else "ieee")
+    found = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    return Precision(*("tf32" if value == "tf32" else "ieee" for value in found))
 
 
 def from_torch(

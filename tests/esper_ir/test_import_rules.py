@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from esper_ir.text import load
 from esper_ir.types import DimSpec
 from tests.esper_ir.networks import Frozen, ResNet
 from tests.esper_ir.test_import_torch import inputs, same
+from tests.source import ROOT
 
 
 def refusal(module: Any, given: Any, **more: Any) -> EsperError:
@@ -256,21 +259,38 @@ def test_a_size_that_the_code_fixes() -> None:
 # Precision.
 
 
-def test_precision_in_force_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_in_force_is_written_down() -> None:
     module = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Flatten(), nn.Linear(20, 2))
 
     def found() -> list[str]:
         return [dict(n.attrs)["precision"] for n in from_torch(module, torch.randn(2, 3, 5)).nodes
                 if "precision" in dict(n.attrs)]  # fmt: skip
 
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    assert found() == ["tf32", "ieee"]
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    torch.set_float32_matmul_precision("high")
+    before = torch.backends.cudnn.allow_tf32
     try:
+        torch.backends.cudnn.allow_tf32 = True
+        assert found() == ["tf32", "ieee"]
+        torch.backends.cudnn.allow_tf32 = False
+        torch.set_float32_matmul_precision("high")
         assert found() == ["ieee", "tf32"]
     finally:
         torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def test_precision_by_the_switches_of_each_backend() -> None:
+    """They and the older ones do not mix in one process: a fresh one sets them."""
+    script = (
+        "import torch\n"
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'\n"
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "from esper_ir.importers.torch_export import precision_in_force as found\n"
+        "print(found().matmul, found().convolution)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["tf32", "ieee"], done.stderr
 
 
 # Refusals.

@@ -10,12 +10,13 @@ import torch
 
 import runtime
 from esper_ir.importers.torch_export import from_torch
-from forge.service import compile_blueprint
+from forge.service import compile_blueprint, front
 from library.store import Library
 from tests.esper_ir.chains import CHAINS, Chain
 from tests.esper_ir.networks import NETWORKS
+from tests.esper_ir.random_chains import module_of
 from tests.esper_ir.test_import_torch import backward, inputs
-from tests.forge.whole import check
+from tests.forge.whole import Machine, check, compared, rms
 
 FEW = ("linear_gated", "conv2d_mish_mish", "l2_rows", "up2d_means", "cumsum_masked", "hinge")
 EVERY = (*CHAINS, *(Chain(*row) for row in NETWORKS))
@@ -44,6 +45,19 @@ def test_every_chain_in_c(chain: Chain) -> None:
 @pytest.mark.parametrize("chain", EVERY, ids=lambda c: c.name)
 def test_every_chain_as_plans_for_the_card(chain: Chain) -> None:
     compiled(chain, "h100", "plans")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_chains_as_plans(seed: int, target: str) -> None:
+    """Every chain has a plan, and results are no further from fp64 than roundings that a norm may magnify."""
+    module, given = module_of(seed)
+    blueprint = from_torch(module, given, dynamic=0)
+    work = front(blueprint, target)
+    found, wide, _ = compared(work, Machine(work), {"batch": 3})
+    for name, value in found.items():
+        assert rms(value.double() - wide[name]) <= 1e-3 * (rms(wide[name]) + 1.0), name
 
 
 @pytest.mark.parametrize("name", ["linear_swish_norm", "conv2d_residual_logs", "linear_batch_norm"])

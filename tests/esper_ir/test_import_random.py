@@ -1,0 +1,27 @@
+"""Random chains imported: equal to the module, at two sizes of the batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from esper_ir.importers.torch_export import from_torch
+from tests.esper_ir.random_chains import module_of
+from tests.esper_ir.test_import_torch import inputs, same
+
+
+def imported(seed: int) -> None:
+    module, given = module_of(seed)
+    blueprint = from_torch(module, given, dynamic=0)
+    same(module, blueprint, given)
+    same(module, blueprint, inputs([(5, *t.shape[1:]) for t in given]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_chain(seed: int) -> None:
+    imported(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 300))
+def test_more_random_chains(seed: int) -> None:
+    imported(seed)
