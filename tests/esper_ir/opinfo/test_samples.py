@@ -56,6 +56,7 @@ def test_a_few_samples(key: str) -> None:
     assert tally is not None and not tally.failed, tally
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(RECORDS))
 def test_error_inputs_are_refused_with_a_code(key: str) -> None:
     tally = run.refusals(key, RECORDS[key])
