@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import runtime
+from bench.models import MLP
 from esper_ir.diagnostics import EsperError
 from tests.runtime.matrix.cell import CLOSE, COMPILED, EAGER, WIDTH, WORKS, plain
 
@@ -144,6 +145,35 @@ def fsdp_mixed(r: Ranks) -> None:
     host(r.mine())
 
 
+def _swapped(r: Ranks) -> tuple[nn.Module, list[Tensor]]:
+    """A plain host with the artifact in the place of its MLP; the gradients that are wanted."""
+    host = r.layer()
+    mlp = MLP(WIDTH, host[1].gate.weight.shape[0], torch.float32).to(r.device)
+    mlp.load_state_dict(host[1].state_dict())
+    host[1] = mlp
+    want = wanted(r, host)
+    runtime.swap(host, {"1": r.artifact_id})
+    return host, want
+
+
+def swapped_ddp(r: Ranks) -> None:
+    host, want = _swapped(r)
+    model = DistributedDataParallel(r.compiled(host))
+    model(r.mine()).square().mean().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], want, **CLOSE)
+    assert runtime.swapped(host)["1"]["counters"]["launches"]
+
+
+def swapped_fsdp(r: Ranks) -> None:
+    host, want = _swapped(r)
+    r.compiled(host[1])
+    fully_shard(host[1])
+    fully_shard(host)
+    host(r.mine()).square().mean().backward()
+    torch.testing.assert_close([_whole(p.grad) for p in host.parameters()], want, **CLOSE)
+    _same_again(r, host, want)
+
+
 def digests(r: Ranks) -> None:
     block = runtime.load(r.artifact_id)
     assert runtime.same_on_all_ranks(block) == block.plan_digest()
@@ -178,6 +208,10 @@ ROWS = (
     Shared("FSDP2, the block as a unit", fsdp_each, BOTH),
     Shared("FSDP2 with checkpoint", fsdp_checkpointed, ONLY),
     Shared("FSDP2, policy of another dtype", fsdp_mixed, {EAGER: "E0811"}, "compile the blueprint for it"),
+    Shared("DDP, a module that `runtime.swap` replaced", swapped_ddp, BOTH),
+    Shared(
+        "FSDP2, a module that `runtime.swap` replaced", swapped_fsdp, BOTH, "replaced first, then sharded"
+    ),
     Shared("the same plans on all ranks", digests, ONLY, "`runtime.same_on_all_ranks`"),
     Shared("other plans on a rank", other_digests, {EAGER: "E0840"}),
 )
