@@ -26,8 +26,8 @@ _INPUT = re.compile(r"(?:([A-Za-z_]\w*)[=:])?\s*([a-z]+\d*)\s*\[([\d,\s]*)\]\s*\
 
 
 def example(text: str) -> tuple[str | None, Tensor]:
-    """`float32[8,64]`, or `name=float32[8,64]` for a keyword argument, as a tensor of zeros: only its
-    shape and dtype matter. Raises E0517, E0103.
+    """`float32[8,64]`, or `name=float32[8,64]` for a keyword argument, as a tensor without values:
+    only its shape and dtype matter, and large ones take no memory. Raises E0517, E0103.
     """
     found = _INPUT.match(text)
     if found is None:
@@ -36,7 +36,7 @@ def example(text: str) -> tuple[str | None, Tensor]:
     name, dtype, sizes = found.groups()
     kind = DType.parse(dtype, text)
     shape = [int(s) for s in sizes.replace(" ", "").split(",") if s]
-    return name, torch.zeros(shape, dtype=torch_dtype(kind))
+    return name, torch.empty(shape, dtype=torch_dtype(kind))
 
 
 def settings(options: Sequence[str]) -> dict[str, Any]:

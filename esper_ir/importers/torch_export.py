@@ -30,16 +30,22 @@ from esper_ir.importers.torch_source import failed
 
 
 class _Function(nn.Module):
-    """A function as a module with its signature."""
+    """A function as a module with its signature; those of torch itself have none that can be read."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.forward = function  # type: ignore[method-assign]
+        try:
+            inspect.signature(function)
+        except ValueError:
+            self.forward = lambda *inputs: function(*inputs)
+        else:
+            self.forward = function  # type: ignore[method-assign]
 
 
 def precision_in_force() -> Precision:
     """What torch's switches say now about products of float32 on the card."""
-    found = (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    backends: Any = torch.backends
+    found = (backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision)
     return Precision(*("tf32" if value == "tf32" else "ieee" for value in found))
 
 
@@ -67,13 +73,19 @@ def from_torch(
     """
     args = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     held = module if isinstance(module, nn.Module) else _Function(module)
-    title = name or (type(module).__name__ if isinstance(module, nn.Module) else module.__name__)
+    title = name or _title(module)
     exported, dims, rows = _export(held, args, dict(kwargs or {}), dynamic, title)
     program = _decomposed(exported, title)
     reading = Reading(program, held, Context(Builder(title), precision_in_force(), updates), dims)
     reading.leaves(rows)
     reading.nodes(program.graph)
     return reading.finish(lambda: _metadata(module, held, reading.context))
+
+
+def _title(module: Any) -> str:
+    """The name of a class or function."""
+    named = type(module) if isinstance(module, nn.Module) else module
+    return getattr(named, "__name__", None) or type(named).__name__
 
 
 def _positional(forward: Callable[..., Any]) -> str | None:
@@ -162,11 +174,10 @@ def _decomposed(program: ExportedProgram, title: str) -> ExportedProgram:
 
 def _metadata(module: Any, held: nn.Module, context: Context) -> dict[str, Any]:
     precision = context.precision
-    source = type(module).__qualname__ if isinstance(module, nn.Module) else module.__qualname__
     made: dict[str, Any] = {
         "imported": {
             "from": f"torch {torch.__version__.partition('+')[0]}",
-            "module": source,
+            "module": _title(module),
             "mode": "train" if held.training else "eval",
             "precision": {"matmul": precision.matmul, "convolution": precision.convolution},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import time
@@ -161,6 +162,13 @@ def test_counters_that_something_reads_are_kept() -> None:
     for _ in range(3):
         torch.testing.assert_close(twin(x), module(x))
     assert int(twin.get_buffer("steps")) == int(module.steps) == 3 + int(blueprint.values["steps"])
+
+
+@pytest.mark.parametrize("function", [F.gelu, torch.matmul, F.mse_loss, functools.partial(torch.sum, dim=1)])
+def test_functions_of_torch(function: Any) -> None:
+    given = inputs([(4, 4)] * (1 if isinstance(function, functools.partial) or function is F.gelu else 2))
+    found = to_torch(from_torch(function, given))(*given)
+    torch.testing.assert_close(found, function(*given))
 
 
 # Sizes.
