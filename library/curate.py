@@ -116,10 +116,9 @@ def archive(core: Core, artifact_ids: Sequence[str], place: Path, reason: str = 
     records = [known(core, artifact_id) for artifact_id in dict.fromkeys(artifact_ids)]
     for record in records:
         check_move(ARTIFACT_MOVES, record.id, record.state, ARCHIVED)
-        if leases.live(core.index, record.digest):
-            raise fail(
-                "E0726", f"{record.id} is leased by a running command", node=record.id, hint="try again later"
-            )
+        holder = leases.holder(core.index, record.digest)
+        if holder:
+            raise fail("E0726", f"{record.id} is leased by {holder}", node=record.id, hint="try again later")
     size = export_bundle(core, records, place, keep=True)
     data = read_file(place)
     import_bundle(core, data, dry_run=True)

@@ -66,7 +66,19 @@ def check(index: Index, owner: str, digests: Iterable[str]) -> None:
 
 def live(index: Index, digest: str) -> bool:
     """Whether somebody works with this object now."""
-    return bool(index.row("SELECT 1 FROM leases WHERE digest = ? AND expires > ?", (digest, time.time())))
+    return bool(holder(index, digest))
+
+
+def holder(index: Index, digest: str) -> str:
+    """Who works with this object now, at what, since when; "" for nobody."""
+    text = "SELECT owner, purpose, taken FROM leases WHERE digest = ? AND expires > ? ORDER BY taken"
+    row = index.row(text, (digest, time.time()))
+    if row is None:
+        return ""
+    owner, purpose, taken = row
+    host, process = (owner.split(":") + ["?"])[:2]
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(0, min(taken, 1 << 33))))
+    return f"process {process} on {host} ({purpose}) since {since}"
 
 
 def expire(index: Index) -> int:

@@ -140,7 +140,9 @@ def test_what_may_not_be_archived(lib: Library, fast_tmp: Path) -> None:
     proven = validated(lib, 2)
     leases.take(lib.index, "bench", [lib.record(proven).digest], "bench")
     assert code_of(lib.archive, [pending], fast_tmp / "b") == "E0724"
-    assert code_of(lib.archive, [proven], fast_tmp / "b") == "E0726"
+    with pytest.raises(EsperError) as error:
+        lib.archive([proven], fast_tmp / "b")
+    assert error.value.code == "E0726" and "(bench) since 20" in error.value.message
     assert not (fast_tmp / "b").exists()
 
 
