@@ -66,6 +66,7 @@ def seat(name: str, module: nn.Module, block: Block, wish: Wish, options: Option
         _tried(name, module, made)
         for counter in Counters.__slots__:
             setattr(block._counters, counter, int(counter == "loads"))  # the trial is not use
+    made.settle()
     return made
 
 

@@ -48,9 +48,19 @@ class Place:
         """The tensor as it is now: parametrised, sharded and gathered, or adapted ones included."""
         at: Any = module
         for part in self.owners:
-            at = getattr(at, part) if _is_compiling() else at._modules[part]
+            at = getattr(at, part)
         value = adapted(at, self.name) if is_adapter(at) else getattr(at, self.name)
         return value.permute(self.order) if self.order else value
+
+    def quickly(self, module: nn.Module) -> Tensor:
+        """The same past `nn.Module.__getattr__`, which a trace must see and a call need not."""
+        at: Any = module
+        for part in self.owners:
+            at = at._modules[part]
+        value = at._parameters.get(self.name)
+        if value is None or self.order or "base_layer" in at._modules:
+            return self.of(module)
+        return value
 
 
 class Seat:
@@ -70,7 +80,8 @@ class Seat:
         interface = block.program.interface
         inputs = given(interface)
         self.arity = len(inputs)
-        self.ranks = tuple(len(spec.shape) for spec in inputs)
+        self.ranks = [len(spec.shape) for spec in inputs]
+        self.simple = False  # whether a call needs nothing but the leaves beside it
         # Only an axis that the range of a dim covers can take others into it.
         self.leads = tuple(bool(s.shape) and isinstance(s.shape[0], str) for s in inputs)
         self.dims = tuple(str(s.shape[0]) if s.shape else "" for s in inputs)
@@ -118,10 +129,9 @@ class Seat:
 
     def run(self, module: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """The block on the module's tensors. Errors as of a block's call."""
-        try:
-            leaves = [p if isinstance(p, Tensor) else p.of(module) for p in self.places]
-        except Unfoldable as reason:
-            raise fail("E0854", f"{self.name}: {reason}", node=self.name) from None
+        leaves = self._leaves(module)
+        if self.simple and [t.dim() for t in inputs] == self.ranks:
+            return self.block(*inputs, *leaves)
         lead: dict[str, tuple[int, ...]] = {}
         tensors = [self._folded(at, value, lead) for at, value in enumerate(inputs)]
         if self.draws:
@@ -136,6 +146,18 @@ class Seat:
             for value, dim in zip(outputs[:keep], self.out_dims, strict=False)
         )
         return shaped[0] if keep == 1 else shaped
+
+    def _leaves(self, module: nn.Module) -> list[Tensor]:
+        try:
+            if _is_compiling():
+                return [p if isinstance(p, Tensor) else p.of(module) for p in self.places]
+            return [p if isinstance(p, Tensor) else p.quickly(module) for p in self.places]
+        except Unfoldable as reason:
+            raise fail("E0854", f"{self.name}: {reason}", node=self.name) from None
+
+    def settle(self) -> None:
+        """Called when nothing about the seat changes any more."""
+        self.simple = not (self.channels_last or self.updates or self.draws)
 
     def _folded(self, at: int, value: Tensor, lead: dict[str, tuple[int, ...]]) -> Tensor:
         if self.channels_last and value.dim() == 4:
