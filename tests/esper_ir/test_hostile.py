@@ -15,7 +15,7 @@ from esper_ir.canonical import blueprint_id
 from esper_ir.diagnostics import EsperError
 from esper_ir.registry import OPS
 from esper_ir.text import load
-from esper_ir.verify import verify
+from esper_ir.verify import typed, verify
 from tests.esper_ir.test_text import EXAMPLES, mutated
 from tests.source import ROOT
 
@@ -41,17 +41,22 @@ WHOLE = {
         {"id": "f", "op": "cross_entropy", "inputs": ["c", "i"], "attrs": {"reduction": "sum"}},
         {"id": "g", "op": "sum", "inputs": ["k"]},
         {"id": "h", "op": "cast", "inputs": ["z"], "attrs": {"dtype": "float32"}},
+        {"id": "u", "op": "mul", "inputs": ["m", 0.9]},
     ],
-    "outputs": ["e", "e.1", "f", "g", "h"],
+    "outputs": ["e", "e.1", "f", "g", "h", "u"],
+    "updates": {"m": "u"},
     "differentiable": ["x", "w"],
     "metadata": {"description": "all sections"},
 }
+DEEP: list[Any] = []
+for _ in range(70):
+    DEEP = [DEEP]
 POOL: list[Any] = [
     0, -1, 1, 3, 8, 64, 2**40, 10**30, 1.5, 1e300, True, False, None, "", "x", "a", "b", "e.1", "e.7", "w",
     "nowhere", "rows", "cols", "rows+", "rows*rows", "floordiv(rows, 2)", "floordiv(rows, 0)", "3*cols-100",
     [], {}, [1], [[1]], ["rows"], "float16", "float8", "int64", "bool", "normal", "magic", {"kind": "x"},
     {"min": 9, "max": 2}, {"sha256": "0" * 64, "file": "missing.safetensors"}, "esper-blueprint/2", "mean",
-    "a b",
+    "a b", [1] * 17, DEEP, {"file": "../outside.safetensors", "sha256": "0" * 64},
 ]  # fmt: skip
 
 
@@ -88,6 +93,7 @@ def reached(path: Path, codes: Counter[str]) -> None:
         blueprint = load(path)
         found = verify(blueprint)
         codes.update(d.code for d in found)
+        typed(blueprint)
         if not any(d.level == "error" for d in found):
             blueprint_id(blueprint)
     except EsperError as error:
