@@ -147,6 +147,11 @@ def _upsample_bilinear(b: Any, x: Any, size: Any = None, scale_factor: Any = Non
     return _interpolate(b, x, size, scale_factor, "bilinear", True)
 
 
+def _unfold(b: Any, x: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
+    numbers = {"kernel": kernel_size, "dilation": dilation, "padding": padding, "stride": stride}
+    return b.op("unfold", x, **{k: listed(v, 2) for k, v in numbers.items()})
+
+
 # Losses.
 
 
@@ -307,6 +312,7 @@ IMAGES: dict[str, Rule] = {
     **{
         f"nn.functional.interpolate.{m}": _interpolate for m in ("nearest", "linear", "bilinear", "trilinear")
     },
+    "nn.functional.unfold": _batched(2, _unfold),
     "nn.functional.upsample_nearest": _upsample_nearest,
     "nn.functional.upsample_bilinear": _upsample_bilinear,
     **{f"nn.functional.{n}": r for n, r in LOSSES.items()},
