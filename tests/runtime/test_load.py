@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -16,11 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import runtime
 from esper_ir.diagnostics import EsperError
+from library import launch as launch_manifest
 from library.store import Library
-from runtime import loader
+from runtime import loader, timing
+from runtime.executor import Program
 from tests.runtime import artifacts as a
 from tests.runtime.conftest import Put
 from tests.source import ROOT
@@ -215,6 +220,50 @@ def test_other_processes(put: Put, method: str) -> None:
     assert queue.get(timeout=60) == (2, a.N)
     process.join(10)
     assert process.exitcode == 0
+
+
+def _child_with_block(block: runtime.Block, queue) -> None:
+    y = block(torch.ones(2, a.N))
+    y.sum().backward()
+    queue.put((y.tolist(), block.w.grad.tolist(), block.report()["counters"]["launches"]))
+
+
+def test_a_block_travels_to_a_spawned_worker(put: Put) -> None:
+    """By its id: the worker loads it with every check; the weights travel as they are."""
+    block = runtime.load(put())
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_child_with_block, args=(block, queue))
+    process.start()
+    y, gradient, launches = queue.get(timeout=60)
+    process.join(10)
+    assert y == block.w.expand(2, -1).tolist() and gradient == [2.0] * a.N and launches == 3
+
+
+def test_loading_costs_what_its_checks_cost(put: Put) -> None:
+    """The part without the dynamic linker, beside the hash, signature and parsing that it must do."""
+    name = put()
+    library = loader.open_library()
+    loaded = library.load(name)
+    container = loaded.container
+    text = json.dumps(container.manifest)
+    key = Ed25519PrivateKey.generate()
+    signature, public = key.sign(text.encode()), key.public_key()
+
+    def least() -> None:
+        hashlib.sha256(container.data).digest()
+        public.verify(signature, text.encode())
+        json.loads(text)
+
+    def ours() -> None:
+        got = library.load(name)
+        launch = launch_manifest.from_json(got.container.manifest["launch"], lazy=True)
+        made = Program(name, launch, code)
+        made.ready("inference", (16,))
+
+    code = a.cpu_code(a.scale())
+    found = timing.cpu_times({"least": least, "ours": ours}, rounds=40, at_least_us=1.0)
+    assert min(found["ours"].samples) < 4 * min(found["least"].samples), found
 
 
 def test_extern_versions_are_counted_or_refused(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
