@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library import dsse
 from library.canon import canonical_json, parse_json
 from library.dsse import Signer
@@ -82,7 +83,7 @@ def read_entry(seq: int, body: bytes) -> LedgerEntry:
     try:
         value = parse_json(body)
         return LedgerEntry(value["seq"], value["kind"], value["subject"], value["time"], value["data"], body)
-    except Exception as error:
+    except (EsperError, KeyError, TypeError) as error:
         raise fail("E0760", f"ledger entry {seq} cannot be read: {error}", node=str(seq)) from error
 
 

@@ -49,5 +49,10 @@ def _parse(data: bytes) -> tuple[int, bytes]:
     try:
         value = parse_json(data)
         return int(value["size"]), bytes.fromhex(value["root"])
-    except Exception:  # an empty or torn note says nothing; the signed checkpoints remain
+    except (
+        EsperError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # an empty or torn note says nothing; the signed checkpoints remain
         return 0, b""

@@ -297,8 +297,8 @@ class TrustStore:
         """The current version though it may have expired: for renewing it."""
         try:
             return self.document()
-        except Exception:
-            if self._document is None:
+        except EsperError as error:
+            if error.code != "E0749" or self._document is None:
                 raise
             return self._document
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import time
@@ -69,6 +70,7 @@ class Scene:
             lib.revoke(self.one, "wrong results")
 
 
+ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[[Scene], list[str]]
 CASES: dict[str, tuple[Callable[[Scene], object] | None, Command, str, int, str]] = {
     "wrong id": (None, lambda s: ["show", s.one[:-1] + "0x"], "E0721", 10, r"nearest: \S+"),
@@ -184,3 +186,18 @@ def test_candidates_of_an_ambiguous_prefix(scene: Scene) -> None:
     result = CliRunner().invoke(main, ["show", scene.one[:12], "--json"])
     assert set(json.loads(result.stdout)["error"]["details"]["candidates"]) == {scene.one, scene.two}
     assert scene.one in result.stderr and scene.two in result.stderr
+
+
+def test_no_handler_swallows_everything() -> None:
+    """Handlers name what they expect; one that takes all cleans up and raises it again."""
+    swallowed = []
+    for path in sorted((ROOT / "library").glob("*.py")):
+        handlers = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ExceptHandler)]
+        for handler in handlers:
+            names = (
+                {n.id for n in ast.walk(handler.type) if isinstance(n, ast.Name)} if handler.type else {"all"}
+            )
+            again = isinstance(handler.body[-1], ast.Raise)
+            if names & {"all", "Exception", "BaseException"} and not again:
+                swallowed.append(f"{path.name}:{handler.lineno}")
+    assert not swallowed, swallowed
