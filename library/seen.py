@@ -49,10 +49,5 @@ def _parse(data: bytes) -> tuple[int, bytes]:
     try:
         value = parse_json(data)
         return int(value["size"]), bytes.fromhex(value["root"])
-    except (
-        EsperError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # an empty or torn note says nothing; the signed checkpoints remain
-        return 0, b""
+    except (EsperError, KeyError, TypeError, ValueError):
+        return 0, b""  # an empty or torn note says nothing; the signed checkpoints remain
