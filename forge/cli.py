@@ -319,7 +319,8 @@ def _table(rows: list[dict[str, Any]], as_json: bool, schema: str, key: str) -> 
 def _cell(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(v, str) for v in value):
         return " > ".join(value)
-    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
+    one_line = not isinstance(value, str) or value.isprintable()
+    return str(value) if one_line and not isinstance(value, (list, dict)) else json.dumps(value)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, partition
 from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
+from forge.recompute import recompute
 from forge.target import Target
 from forge.templates import extern, matmul, rows
 from forge.tune.journal import Choices
-from forge.views import View, dense_strides
+from forge.views import View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
 
@@ -98,7 +99,7 @@ class _Lowerer:
         inputs = {spec.name: i for i, spec in enumerate(self.interface)}
         cotangents = {f"grad:{spec.name}": i for i, spec in enumerate(self.outputs)}
         saved = {name: i for i, name in enumerate(self.phase.saved)}
-        backward = self.phase.name == "backward"
+        backward, known = self.phase.name == "backward", views(self.graph)
         for name, kind in self.graph.inputs.items():
             if backward and name in saved:
                 self.buffer(name, "saved", saved[name], kind.dtype, kind.shape)
@@ -110,6 +111,7 @@ class _Lowerer:
             kind = self.graph.types[name]
             number = self.buffer(name, "gradient" if backward else "output", 0, kind.dtype, kind.shape)
             self.fresh.add(number)
+            self.numbers.setdefault(known[name].base, number)  # an output that is a value in another shape
 
     def number(self, value: str, temps: Mapping[str, Temp]) -> int:
         if value in self.numbers:
@@ -194,14 +196,16 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
     of its product, as one run of memory, the reductions and the product get groups of their own.
     """
     alone: frozenset[str] = frozenset()
+    graph = low.graph
     while True:
-        parts = partition(low.graph, low.target, alone)
+        parts = recompute(partition(graph, low.target, alone), low.target, low.sizes)
+        low.phase = replace(low.phase, graph=parts.graph)
         done: list[tuple[Group, Lowered]] = []
         scattered = frozenset(_lower_groups(low, parts, tag, done))
         if not scattered:
             return parts, done
         alone |= scattered
-        low.phase = replace(low.phase, graph=with_dense_operands(low.graph, set(scattered)))
+        graph = with_dense_operands(graph, set(scattered))
 
 
 def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Group, Lowered]]) -> set[str]:

@@ -4,15 +4,16 @@ wanted set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from esper_ir.grad import Joint
 from esper_ir.graph import Graph, Node
+from esper_ir.types import TensorType
 from forge.groups import lowering_kind
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.save import depends_on, saved_values
-from forge.views import is_dense, views
+from forge.views import View, is_dense, views
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def forward_phases(forward: Graph, joint: Joint | None, saved: tuple[str, ...]) 
     late = depends_on(joint.graph, frozenset(joint.cotangents.values()))
     early = tuple(n for n in joint.graph if n.id not in late)
     both = Graph(forward.inputs, early, joint.graph.outputs[: len(forward.outputs)], forward.dims)
-    graph, results = _owned(both, both.outputs, frozenset(), True)
+    graph, results = _owned(both, both.outputs, frozenset(), True, frozenset(saved))
     inner = tuple(s for s in saved if s not in forward.inputs)
     training = eliminate_dead(replace(graph, outputs=tuple(dict.fromkeys((*results, *inner)))))
     return Phase("forward", training, results, saved), plain
@@ -80,18 +81,38 @@ def with_dense_operands(graph: Graph, names: set[str]) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def _source(graph: Graph, made: Mapping[str, Node], name: str) -> str:
+    """What a cast to the same type casts: the result of a library call keeps its memory."""
+    node = made.get(name)
+    while node is not None and node.op == "cast" and node.types[0] == graph.types[node.tensors[0]]:
+        if node.tensors[0] not in made:
+            return name
+        name, node = node.tensors[0], made.get(node.tensors[0])
+    return name
+
+
+def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
+    """Nothing but another shape for a computed value that nobody else outside sees: its memory will do."""
+    maker = made.get(view.base)
+    if maker is None or lowering_kind(maker) in ("movement", "creation") or view.base in others:
+        return False
+    whole = dict(zip(maker.outputs, maker.types, strict=True))[view.base]
+    return is_dense(view) and TensorType(whole.dtype, view.shape).numel == whole.numel
+
+
 def choose_saved(joint: Joint, sizes: Mapping[str, int]) -> tuple[str, ...]:
     return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes)
 
 
 def _owned(
-    graph: Graph, outputs: tuple[str, ...], shared: frozenset[str], apart: bool
-) -> tuple[Graph, tuple[str, ...]]:
-    """Give memory of its own to every output (a view, a leaf or a number is copied, unless the leaf is in
-    `shared`), to numbers that a contraction or a reduction reads, and to what is reshaped without being a
-    view.
+    graph: Graph, outputs: tuple[str, ...], shared: frozenset[str], apart: bool,
+    kept: frozenset[str] = frozenset(),
+) -> tuple[Graph, tuple[str, ...]]:  # fmt: skip
+    """Give memory of its own to every output (a leaf, a number, and a view that is more than another shape
+    are copied, unless the leaf is in `shared`), to numbers that a contraction or a reduction reads, and to
+    what is reshaped without being a view.
 
-    With `apart` no two outputs share it.
+    With `apart` no two outputs share it. Values in `kept` are handed on under their own names.
     """
     known, made = views(graph), graph.by_output
     nodes: list[Node] = []
@@ -117,8 +138,12 @@ def _owned(
         inputs = tuple(copy(r) if isinstance(r, str) and solid(node, r) else r for r in node.inputs)
         nodes.append(replace(node, inputs=inputs))
     names: list[str] = []
-    for name in outputs:
+    sources = [_source(graph, made, o) for o in outputs]
+    for at, name in enumerate(sources):
         whole = name in shared or (name in made and lowering_kind(made[name]) not in ("movement", "creation"))
-        again = outputs[: len(names)].count(name) if apart else 0
-        names.append(copy(name, again) if again or not whole else name)
+        others = {known[o].base for o in (*sources[:at], *sources[at + 1 :])} | kept
+        again = sources[:at].count(name) if apart else 0
+        names.append(
+            copy(name, again) if again or not (whole or _spells(known[name], made, others)) else name
+        )
     return replace(graph, nodes=tuple(nodes)), tuple(names)
