@@ -3,6 +3,7 @@ and the way to publish."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +26,18 @@ from library.schema import MIGRATIONS
 from library.trust import TrustStore
 
 _ORIGIN = re.compile(r"[0-9a-f]{32}\Z")
+
+
+def _refuse_nested(home: Path, trust: Path) -> None:
+    """Whoever writes a library must not reach the keys that say what it is worth."""
+    real = Path(os.path.realpath(trust))
+    if Path(os.path.realpath(home)) in (real, *real.parents):
+        raise fail(
+            "E0704",
+            f"the trust home {trust} lies inside the library {home}",
+            node=str(trust),
+            hint="ESPER_KEYS names another place",
+        )
 
 
 class Core:
@@ -60,8 +73,9 @@ class Core:
         `wait_s` bounds the wait for another writer (E0708). Without any trust store a writing open makes a
         local one.
         """
-        home = open_layout(library_home(path), create=create and not readonly)
-        keys = TrustStore(trust_home(trust))
+        place, keys = library_home(path), TrustStore(trust_home(trust))
+        _refuse_nested(place, keys.home)
+        home = open_layout(place, create=create and not readonly)
         if roles and not readonly:
             keys.bootstrap()
         blobs = Blobs(home, disk)

@@ -36,6 +36,16 @@ def test_first_use_makes_one_key_per_role_and_says_so(home: Path, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("inside", ["", "keys", "a/b", "objects"])
+def test_keys_do_not_lie_in_the_library(home: Path, tmp_path: Path, inside: str) -> None:
+    """Not by name, and not by a link."""
+    (tmp_path / "link").symlink_to(home)
+    for trust in (home / inside, tmp_path / "link" / inside):
+        for readonly in (True, False):
+            assert code_of(Library.open, home, trust=trust, readonly=readonly) == "E0704"
+    assert not home.exists()
+
+
 def test_a_stolen_compiler_key_validates_nothing(lib: Library) -> None:
     """A verdict signed with the compiler's key is refused wherever it is put."""
     artifact = lib.put_artifact(make_container()).id
