@@ -13,8 +13,8 @@ HEAD = """# torch's operator samples
 The operators of the language mean what torch's operators of that name mean. PyTorch tests its own with
 samples (`torch.testing._internal`); the same samples run here: the call is written as a blueprint, evaluated
 whole and expanded to primitives, and its gradients are compared with autograd, in three element types. A
-result may be off by four times torch's own distance from float64 and a few roundings of its type (gradients of
-attention by eight times as many: they take the result as it was rounded, as flash attention does).
+result may be off by four times torch's own distance from float64 and a few roundings of its type (gradients
+of attention by eight times as many: they take the result as it was rounded, as flash attention does).
 
 `make test-slow` runs all of them, `make test` the first one of each. Cells are samples passed of samples run
 (a dash: torch has none in that type). "refused" counts torch's error inputs that end in an `EsperError`.

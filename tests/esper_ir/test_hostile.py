@@ -130,17 +130,19 @@ def test_a_hundred_thousand_damaged_files(tmp_path: Path) -> None:
     assert len(codes) >= FEWEST_CODES, sorted(codes)
 
 
+def handlers(path: Path) -> list[str]:
+    """Where everything is caught."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        kinds = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"Exception"}
+        if kinds & {"Exception", "BaseException"}:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
 def test_no_handler_catches_everything() -> None:
     """Handlers name what they expect; only importers, which run a user's module, cannot."""
-    caught: list[str] = []
-    for path in sorted((ROOT / "esper_ir").rglob("*.py")):
-        if "importers" in path.parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ExceptHandler):
-                kinds = (
-                    [n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)] if node.type else ["all"]
-                )
-                if {"all", "Exception", "BaseException"} & set(kinds):
-                    caught.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert not caught, caught
+    files = sorted(p for p in (ROOT / "esper_ir").rglob("*.py") if "importers" not in p.parts)
+    assert len(files) > 40 and not [h for p in files for h in handlers(p)]
