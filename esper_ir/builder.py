@@ -134,6 +134,10 @@ class Builder:
         kind = leaf.type if leaf.compute is None else TensorType(leaf.compute, leaf.type.shape)
         return Value(self, leaf.name, kind)
 
+    def is_free(self, name: str) -> bool:
+        """Whether nothing is called `name` yet."""
+        return name not in self._taken
+
     def _claim(self, name: str) -> None:
         if not NAME.fullmatch(name):
             raise EsperError("E0107", f"bad name {name!r}", hint=f"at {_caller()}")

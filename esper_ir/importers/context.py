@@ -42,7 +42,8 @@ class Context:
     """Adds nodes for one node of torch's graph after the other.
 
     `shapes`: of the outputs of the node at hand, None where torch's expression has no counterpart. `updates`:
-    new values of buffers, by the name of the buffer.
+    new values of buffers, by the name of the buffer. `seed`: the input that random operators read, `places`
+    of them so far.
     """
 
     builder: Builder
@@ -51,6 +52,8 @@ class Context:
     shapes: tuple[Shape | None, ...] = ()
     updates: dict[str, Value] = field(default_factory=dict)
     updated: set[str] = field(default_factory=set)
+    seed: Value | None = None
+    places: int = 0
 
     def op(self, name: str, *operands: Tensor, **attrs: Any) -> Value:
         return self.many(name, *operands, **attrs)[0]
@@ -105,6 +108,18 @@ class Context:
     def permute(self, x: Value, dims: Sequence[int]) -> Value:
         order = tuple(d % max(x.type.rank, 1) for d in dims)
         return x if order == tuple(range(x.type.rank)) else self.op("permute", x, dims=order)
+
+    def drawn(self) -> tuple[Value, int]:
+        """The seed, an input that callers do not give, and a number for the next place that draws."""
+        if self.seed is None:
+            self.seed = self.builder.input(self.free_name("seed"), DType.int64, (1,))
+        self.places += 1
+        return self.seed, self.places - 1
+
+    def free_name(self, name: str) -> str:
+        while not self.builder.is_free(name):
+            name += "_"
+        return name
 
     def update(self, buffer: Value, make: Callable[[], Value]) -> None:
         """A buffer gets a new value; it is computed only when it was asked for."""

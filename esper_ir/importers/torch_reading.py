@@ -264,7 +264,8 @@ class Reading:
             raise unsupported("the module returns no tensor")
         metadata = told()
         self.context.builder.metadata.update(metadata)
-        made = self.context.builder.build(*outputs, updates=self.context.updates)
+        seeds = () if self.context.seed is None else (self.context.seed,)
+        made = self.context.builder.build(*outputs, updates=self.context.updates, random=seeds)
         live = typed(made).nodes
         read = {r for n in live for r in n.tensors}
         leaves = tuple(v for v in made.leaves if v.kind == "input" or v.name in read)

@@ -301,6 +301,62 @@ def test_precision_by_the_switches_of_each_backend() -> None:
     assert done.stdout.split() == ["tf32", "ieee"], done.stderr
 
 
+# Random numbers.
+
+
+class Dropping(nn.Module):
+    """Elements, channels, attention weights and noise, each drawn anew."""
+
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        image = x.view(x.shape[0], 16, -1, 5)
+        q = torch.ones_like(image)
+        return (
+            F.dropout(x, self.p),
+            F.dropout2d(image, self.p),
+            F.scaled_dot_product_attention(q, q, q, dropout_p=self.p),
+            x + torch.randn_like(x),
+            torch.bernoulli(torch.full_like(x, self.p)),
+        )
+
+
+def test_what_is_dropped_is_drawn_for_every_call() -> None:
+    torch.manual_seed(3)
+    x = torch.rand(64, 400) + 0.5
+    blueprint = from_torch(Dropping(), x, dynamic=0)
+    assert blueprint.random == ("seed",) and [v.name for v in blueprint.of_kind("input")] == ["x", "seed"]
+    twin = to_torch(blueprint)
+    held = x.clone().requires_grad_()
+    first, second = twin(held), twin(x)
+    assert all(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    elements, channels, attended, noisy, truths = (t.detach() for t in first)
+    assert abs(float((elements == 0).float().mean()) - 0.3) < 0.02
+    assert torch.allclose(elements[elements != 0], (x / 0.7)[elements != 0])
+    whole = (channels == 0).flatten(2).float().mean(-1)
+    assert set(whole.unique().tolist()) == {0.0, 1.0} and abs(float(whole.mean()) - 0.3) < 0.06
+    assert abs(float(attended.mean()) - 1.0) < 0.05 and float(attended.std()) > 0.1
+    noise = noisy - x
+    assert abs(float(noise.mean())) < 0.03 and abs(float(noise.std()) - 1.0) < 0.03
+    assert abs(float(truths.mean()) - 0.3) < 0.02
+    first[0].sum().backward()
+    assert torch.equal(held.grad != 0, elements != 0)
+    agree = float(((elements == 0) == (truths == 1)).float().mean())
+    assert abs(agree - (0.3 * 0.3 + 0.7 * 0.7)) < 0.03  # two places of one block are independent
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_at_its_ends(p: float) -> None:
+    x = torch.rand(4, 400)
+
+    def ends(x: Tensor) -> Tensor:
+        return F.dropout(x, p) + F.alpha_dropout(x, p, training=p == 0.0)
+
+    torch.testing.assert_close(to_torch(from_torch(ends, x))(x), ends(x))
+
+
 # Refusals.
 
 
@@ -309,7 +365,7 @@ class Wrong(nn.Module):
         y = torch.erfinv(x)
         y = y + torch.lgamma(x)
         z = x[x > 0]
-        return F.dropout(y, 0.3) + z.sum() + torch.complex(x, x).real
+        return torch.randperm(4) + y + z.sum() + torch.complex(x, x).real
 
 
 def test_everything_at_once_with_the_lines() -> None:
@@ -324,7 +380,7 @@ def test_everything_at_once_with_the_lines() -> None:
     ("function", "code", "word"),
     [
         (lambda x: x + 1 if x.sum() > 0 else x, "E0405", "data-dependent"),
-        (lambda x: torch.randn(3, 4) + x, "E0406", "random"),
+        (lambda x: torch.randint(9, (3, 4)) + x, "E0406", "random"),
         (lambda x: x.nonzero(), "E0406", "depends on the data"),
         (lambda x: x.add_(1), "E0406", "writes"),
         (lambda x: 3, "E0406", "returns 3"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper_ir.builder import Value
-from esper_ir.importers.context import Context, Rule, Scalar, each, unsupported
+from esper_ir.importers.context import Context, Rule, Scalar, each, static, unsupported
 from esper_ir.opdef import Number
 from esper_ir.types import Dim, DType
 
@@ -250,16 +251,39 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Value:
     """Leading axes beyond [batch, heads] are one; fewer than those get an axis of size 1."""
-    if dropout_p:
-        raise unsupported("attention weights are dropped at random", "use eval mode, or dropout_p=0")
     shape = query.type.shape
     q, k, v = (_four(b, t) for t in (query, key, value))
+    if dropout_p:
+        out = _dropped_attention(b, q, k, v, attn_mask, dropout_p, is_causal, scale)
+        return b.reshape(out, (*shape[:-1], value.type.shape[-1]))
     mask = None if attn_mask is None else _mask(b, attn_mask, q)
     operands = (q, k, v) if mask is None else (q, k, v, mask)
     if scale is not None:
         scale = float(scale)
     made = b.op("scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale)
     return b.reshape(made, (*shape[:-1], value.type.shape[-1]))
+
+
+def _dropped_attention(
+    b: Context, q: Value, k: Value, v: Value, mask: Value | None, p: float, causal: bool, scale: float | None
+) -> Value:
+    """Attention written out, with weights dropped between softmax and the second product."""
+    heads = [t.type.shape[1] for t in (q, k)]
+    if heads[0] != heads[1]:
+        raise unsupported("grouped heads whose weights are dropped", "use eval mode, or dropout_p=0")
+    factor = 1.0 / math.sqrt(static(q.type.shape[-1], "the width")) if scale is None else float(scale)
+    scores = b.op("mul", _product(b, q, b.permute(k, (0, 1, 3, 2))), factor)
+    if causal:
+        rows, columns = (t.type.shape[2] for t in (q, k))
+        ones = b.full((rows, columns), 1, DType.int32)
+        mask = b.cast(b.op("tril", ones), DType.bool)
+    if mask is not None and mask.type.dtype is DType.bool:
+        scores = b.op("where", mask, scores, -math.inf)
+    elif mask is not None:
+        scores = b.op("add", scores, mask)
+    seed, place = b.drawn()
+    weights = b.op("dropout", b.op("softmax", scores, dim=-1), seed, p=float(p), offset=place)
+    return _product(b, weights, v)
 
 
 def _four(b: Context, t: Value) -> Value:

@@ -104,9 +104,30 @@ def _eye(b: Context, n: Scalar, m: Scalar | None = None, dtype: DType | None = N
 
 
 def _random(b: Context, *rest: Any, **more: Any) -> Value:
-    raise unsupported(
-        "numbers are drawn at random", "draw them outside and pass them as an input, or use eval mode"
-    )
+    hint = "draw them outside and pass them as an input"
+    raise unsupported("numbers of this distribution are drawn at random", hint)
+
+
+def _drawn(op: str) -> Callable[..., Value]:
+    def convert(b: Context, size: Sequence[Scalar], dtype: DType | None = None, **more: Any) -> Value:
+        seed, place = b.drawn()
+        return b.op(op, seed, shape=b.shape(size), dtype=dtype or DType.float32, offset=place)
+
+    return convert
+
+
+def _drawn_like(op: str) -> Callable[..., Value]:
+    def convert(b: Context, x: Value, dtype: DType | None = None, **more: Any) -> Value:
+        seed, place = b.drawn()
+        return b.op(op, seed, shape=x.type.shape, dtype=dtype or x.type.dtype, offset=place)
+
+    return convert
+
+
+def _bernoulli(b: Context, x: Value, p: float | None = None, **more: Any) -> Value:
+    seed, place = b.drawn()
+    chances = x if p is None else b.full(x.type.shape, float(p), x.type.dtype)
+    return b.op("bernoulli", chances, seed, offset=place)
 
 
 RULES: tuple[Rule, ...] = (
@@ -119,8 +140,9 @@ RULES: tuple[Rule, ...] = (
     *each(_scalar_tensor, "scalar_tensor.default"), *each(_arange, "arange.default"),
     *each(_arange_start, "arange.start"), *each(_arange_step, "arange.start_step"),
     *each(_linspace, "linspace.default"), *each(_eye, "eye.default", "eye.m"),
-    *each(_random, "rand.default", "randn.default", "rand_like.default", "randn_like.default",
-          "randint.default",
-          "randint.low", "randint_like.default", "randperm.default", "bernoulli.default", "bernoulli.p",
+    *each(_drawn("rand"), "rand.default"), *each(_drawn("randn"), "randn.default"),
+    *each(_drawn_like("rand"), "rand_like.default"), *each(_drawn_like("randn"), "randn_like.default"),
+    *each(_bernoulli, "bernoulli.default", "bernoulli.p"),
+    *each(_random, "randint.default", "randint.low", "randint_like.default", "randperm.default",
           "normal_functional.default", "uniform.default", "multinomial.default", "normal.Tensor_Tensor"),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -228,13 +229,32 @@ def _eval_batch_norm(
 def _dropout(b: Context, x: Value, p: float, train: bool | None) -> Value:
     if train is False or p == 0:
         return x
-    if p == 1:
-        return b.op("mul", x, 0.0)
-    raise unsupported(f"elements are dropped at random with p={p}", "use eval mode, or p=0")
+    seed, place = b.drawn()
+    return b.op("dropout", x, seed, p=float(p), offset=place)
 
 
 def _native_dropout(b: Context, x: Value, p: float, train: bool | None) -> tuple[Value | None, ...]:
     return _dropout(b, x, p, train), None
+
+
+def _feature_dropout(b: Context, x: Value, p: float, train: bool) -> Value:
+    """Whole channels."""
+    if not train or p == 0:
+        return x
+    seed, place = b.drawn()
+    ones = b.full((*x.type.shape[:2], *[ONE] * (x.type.rank - 2)), 1.0, x.type.dtype)
+    return b.op("mul", x, b.op("dropout", ones, seed, p=float(p), offset=place))
+
+
+def _alpha_dropout(b: Context, x: Value, p: float, train: bool) -> Value:
+    """What is dropped becomes -alpha' of selu; a and b restore mean 0 and variance 1 (Klambauer 2017)."""
+    if not train or p == 0:
+        return x
+    seed, place = b.drawn()
+    low = -1.7580993408473766
+    kept = b.op("ge", b.op("rand", seed, shape=x.type.shape, offset=place), float(p))
+    scale = 1.0 / math.sqrt((1.0 - p) * (1.0 + p * low * low)) if p < 1 else 0.0
+    return b.op("add", b.op("mul", b.op("where", kept, x, low), scale), -scale * p * low)
 
 
 # Pooling.
@@ -377,8 +397,8 @@ RULES: tuple[Rule, ...] = (
     *each(_functional_batch_norm, "_native_batch_norm_legit_functional.default"),
     *each(_plain_batch_norm, "_native_batch_norm_legit.no_stats"),
     *each(_eval_batch_norm, "_native_batch_norm_legit_no_training.default"),
-    *each(_dropout, "dropout.default", "feature_dropout.default", "alpha_dropout.default",
-          "feature_alpha_dropout.default"),
+    *each(_dropout, "dropout.default"), *each(_feature_dropout, "feature_dropout.default"),
+    *each(_alpha_dropout, "alpha_dropout.default"),
     *each(_native_dropout, "native_dropout.default"),
     *(r for n in (1, 2, 3) for r in (
         *each(_max_pool(n), f"max_pool{n}d.default"), *each(_max_pool_places(n),
