@@ -24,7 +24,7 @@ from library import artifacts, dsse, ledger, rows, verdicts
 from library.canon import JsonLimits, canonical_json, parse_json, sha256_hex
 from library.core import Core
 from library.errors import fail
-from library.loading import open_provenance_bytes, open_verdict
+from library.loading import open_provenance_bytes, open_verdict, refuse_revoked
 from library.manifest import Container, blueprint_text, unpack
 from library.merkle import Tree, leaf_hash, verify_inclusion
 from library.paths import os_error, read_regular, refuse_inside
@@ -289,6 +289,7 @@ def _checkpoint(index: dict[str, Any], document: TrustDocument) -> tuple[int, by
         return None
     keys = {**document.role_keys("compiler"), **document.role_keys("validator")}
     opened = dsse.open_envelope(envelope, dsse.CHECKPOINT, keys, what="bundle's checkpoint")
+    refuse_revoked(document, opened.keyids, _ANY_SEQUENCE, "bundle's checkpoint")
     head = ledger.read_checkpoint(opened.payload, "bundle's checkpoint")
     if head.origin != index["origin"]:
         raise fail("E0762", "bundle's checkpoint is of another library")

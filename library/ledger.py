@@ -123,12 +123,15 @@ def read_checkpoint(payload: bytes, what: str) -> Head:
 
 
 def checkpoint(index: Index, origin: str, signer: Signer) -> int:
-    """Sign the present head unless that is done already; the size it covers."""
+    """Sign the present head unless this key did already; the size it covers. An earlier signature by another
+    key, perhaps void by now, gives way.
+    """
     with index.write():
         size, frontier = state(index)
-        if not index.run("SELECT 1 FROM checkpoints WHERE size = ?", (size,)):
+        known = index.run("SELECT envelope FROM checkpoints WHERE size = ?", (size,))
+        if not known or signer.keyid.encode() not in known[0][0]:
             envelope = dsse.seal(checkpoint_payload(origin, frontier), dsse.CHECKPOINT, [signer])
-            index.run("INSERT INTO checkpoints VALUES (?, ?)", (size, envelope))
+            index.run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?)", (size, envelope))
     return size
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import apsw
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from library import history, ledger, seen
+from library import history, ledger, rotation, seen
 from library.canon import canonical_json, parse_json, sha256_hex
+from library.cli import main
 from library.index import DATABASE
 from library.merkle import Frontier, Tree, leaf_hash, root_of, verify_consistency, verify_inclusion
 from library.store import Library
@@ -209,3 +212,21 @@ def test_entries_name_bytes(busy: Path) -> None:
     with Library.open(busy, readonly=True) as lib:
         put = next(e for e in ledger.entries(lib.index) if e.kind == "artifact.put")
         assert sha256_hex(lib.read(put.subject)) == put.data["digest"]
+
+
+def test_heads_signed_by_a_revoked_key_prove_nothing(home: Path) -> None:
+    """Whoever stole it could sign a rewritten history. The head is signed again by another key."""
+    with Library.open(home) as lib:
+        validated(lib, 1)
+        lib.sign_head(every=1)
+        report = history.audit(lib)
+        assert report.signed == report.entries and report.findings == ()
+        for role in ("validator", "compiler"):
+            old = lib.trust.document().roles[role].keyids[0]
+            rotation.rotate_key(lib.trust, role)
+            rotation.revoke_key(lib.trust, old)
+        report = history.audit(lib)
+        assert (report.signed, report.checkpoints, report.findings) == (0, 0, ())
+    result = CliRunner().invoke(main, ["audit", "--sign", "--json"])
+    document = json.loads(result.stdout)
+    assert document["signed"] == document["entries"] and document["ok"]
