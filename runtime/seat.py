@@ -179,9 +179,15 @@ class Seat:
             return
         for name, at in self.updates.items():
             path, _, last = name.rpartition(".")
-            buffer = getattr(module.get_submodule(path), last)
+            owner = module.get_submodule(path)
+            buffer = getattr(owner, last)
             with torch.no_grad():
                 buffer.copy_(outputs[at].reshape(buffer.shape))
+                if (
+                    last == "running_mean"
+                    and (steps := owner._buffers.get("num_batches_tracked")) is not None
+                ):
+                    steps.add_(1)  # torch's norms count beside their statistics, and no blueprint reads it
 
     def report(self) -> dict[str, Any]:
         """The block's report, and what answers in its place."""

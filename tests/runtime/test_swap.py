@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ from bench.models import (
     cnn_batch,
     decoder_batch,
 )
+from esper_ir.importers.torch_export import from_torch
+from esper_ir.text import render
+from forge.service import compile_file
+from library.store import Library
+from runtime import loader
 from runtime.swapping import Fit, swap, swapped
 from tests.runtime.shelf import SIDE
 from tests.runtime.test_executor import refusal
@@ -259,6 +265,44 @@ def test_compiled_without_a_break(ids: dict[str, str]) -> None:
     compiled(*batch).backward()
     plain(*batch).backward()
     same_gradients(plain, ours)
+
+
+class Pooled(nn.Module):
+    """A convolution, a norm with statistics, pooling and a product, as anybody writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.up(self.norm(self.conv(x)).mean((2, 3))))
+
+
+def test_imported_compiled_and_put_in_its_own_place(esper_library: Path, tmp_path: Path) -> None:
+    """The names of the leaves are the module's: an import needs no `Fit(names=...)`."""
+    loader._meant.clear()
+    loader._libraries.clear()
+    plain, x = Pooled(), torch.randn(6, 8, 4, 4)
+    path = tmp_path / "pooled.json"
+    path.write_text(render(from_torch(copy.deepcopy(plain), x, dynamic=0)), encoding="utf-8")
+    with Library.open() as library:
+        (made,) = compile_file(path, targets=("cpu",), library=library)
+        library.record_verdict(made.artifact_id, {"stages": []}, passed=True)
+    model = nn.Sequential(copy.deepcopy(plain))
+    swap(model, {Pooled: Fit(made.artifact_id, mode="train")})
+    for _ in range(3):
+        x = torch.randn(5, 8, 4, 4)
+        y, want = model(x), plain(x)
+        torch.testing.assert_close(y, want, **CLOSE)
+        y.square().sum().backward()
+        want.square().sum().backward()
+    same_gradients(plain, model[0])
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x), **CLOSE)
+    assert launches(model) > 0
 
 
 class Lora(nn.Module):
