@@ -114,6 +114,24 @@ def kernels(b: Bench) -> None:
     assert seen & entries, (sorted(entries), sorted(seen)[:40])
 
 
+def nvtx(b: Bench) -> None:
+    """Forward and backward push ranges of the names that the profiler shows."""
+    pushed: list[str] = []
+    real = torch.profiler.record_function.__enter__
+
+    def entered(self: torch.profiler.record_function) -> torch.profiler.record_function:
+        pushed.append(self.name)
+        return real(self)
+
+    torch.profiler.record_function.__enter__ = entered
+    try:
+        with torch.autograd.profiler.emit_nvtx():
+            same(b, b.block, b.leaf())
+    finally:
+        torch.profiler.record_function.__enter__ = real
+    assert "esper::model_mlp" in pushed
+
+
 def two_devices(b: Bench) -> None:
     other = torch.device("cuda", 1)
     same(b, b.block, b.leaf())
@@ -164,7 +182,8 @@ ROWS = (
     Row("two streams", streams, eagerly(), place="card"),
     Row("memory from torch's allocator", allocator, eagerly(), place="card"),
     Row("kernels in the profiler", kernels, eagerly(), "under their entry names", place="card"),
-    Row("moved to a second card and back", two_devices, TWO, place="cards"),
+    Row("NVTX ranges", nvtx, eagerly(), "under `emit_nvtx`", place="card"),
+    Row("moved to a second card and back", two_devices, eagerly(), place="cards"),
     Row("a thread per card", threads_with_devices, eagerly(), place="cards"),
     Row("input on a card that the weights are not on", mixed_devices, eagerly("E0814"), place="cards"),
 )
