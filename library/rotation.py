@@ -4,6 +4,8 @@ barred.
 
 from __future__ import annotations
 
+from typing import Any
+
 from library.errors import fail
 from library.keys import ROLES, new_key
 from library.trust import Role, TrustDocument, TrustStore
@@ -24,24 +26,32 @@ def _add(store: TrustStore, role: str, passphrase: bytes | None, *, keep_old: bo
     if role not in ROLES:
         raise fail("E0720", f"role {role!r} is not one of {', '.join(ROLES)}")
     store.bootstrap()
-    current = store.document_or_expired()
     keyid, raw = new_key(store.home, role, passphrase)
-    listed = current.roles[role]
-    keyids = (*listed.keyids, keyid) if keep_old else (keyid,)
-    roles = {**current.roles, role: Role(keyids, min(listed.threshold, len(keyids)))}
-    store.amend(keys={**current.keys, keyid: raw}, roles=roles)
+
+    def change(current: TrustDocument) -> dict[str, Any]:
+        listed = current.roles[role]
+        keyids = (*listed.keyids, keyid) if keep_old else (keyid,)
+        roles = {**current.roles, role: Role(keyids, min(listed.threshold, len(keyids)))}
+        return {"keys": {**current.keys, keyid: raw}, "roles": roles}
+
+    store.amend(change)
     return keyid
 
 
 def trust_key(store: TrustStore, role: str, raw: bytes, keyid: str) -> TrustDocument:
     """Trust somebody else's public key in `role`; on first use there are keys of one's own from then on."""
     store.bootstrap()
-    current = store.document_or_expired()
-    listed = current.roles[role]
-    if keyid in listed.keyids:
-        return current
-    roles = {**current.roles, role: Role((*listed.keyids, keyid), listed.threshold)}
-    return store.amend(keys={**current.keys, keyid: raw}, roles=roles)
+    known = store.document_or_expired()
+    if keyid in known.roles[role].keyids:
+        return known
+
+    def change(current: TrustDocument) -> dict[str, Any]:
+        listed = current.roles[role]
+        keyids = tuple(dict.fromkeys((*listed.keyids, keyid)))
+        roles = {**current.roles, role: Role(keyids, listed.threshold)}
+        return {"keys": {**current.keys, keyid: raw}, "roles": roles}
+
+    return store.amend(change)
 
 
 def revoke_key(store: TrustStore, prefix: str, from_sequence: int = 1) -> str:
@@ -58,18 +68,20 @@ def revoke_key(store: TrustStore, prefix: str, from_sequence: int = 1) -> str:
     keyid = found[0]
     if keyid in current.roles["root"].keyids:
         raise fail("E0720", "a root key is not revoked but rotated", hint="esper-library keys rotate root")
-    earlier = current.revoked_keys.get(keyid, from_sequence)
-    store.amend(revoked_keys={**current.revoked_keys, keyid: max(1, min(earlier, from_sequence))})
+
+    def change(current: TrustDocument) -> dict[str, Any]:
+        earlier = current.revoked_keys.get(keyid, from_sequence)
+        return {"revoked_keys": {**current.revoked_keys, keyid: max(1, min(earlier, from_sequence))}}
+
+    store.amend(change)
     return keyid
 
 
 def bar_artifact(store: TrustStore, digest: str) -> TrustDocument:
     """Put a container's digest on the deny list, where no writer of a library can take it off."""
-    current = store.document_or_expired()
-    return store.amend(revoked_artifacts=current.revoked_artifacts | {digest})
+    return store.amend(lambda current: {"revoked_artifacts": current.revoked_artifacts | {digest}})
 
 
 def bar_policy(store: TrustStore, policy: str) -> TrustDocument:
     """Void every verdict under a gauntlet policy that turned out broken."""
-    current = store.document_or_expired()
-    return store.amend(revoked_policies=current.revoked_policies | {policy})
+    return store.amend(lambda current: {"revoked_policies": current.revoked_policies | {policy}})

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,6 +117,9 @@ class TrustDocument:
                 raise ValueError(f"threshold of role {name} cannot be met")
             if any(keyid not in self.keys for keyid in role.keyids):
                 raise ValueError(f"role {name} names an unknown key")
+
+
+Change = Callable[[TrustDocument], Mapping[str, Any]]
 
 
 def _check_kinds(data: Any) -> None:
@@ -275,22 +278,22 @@ class TrustStore:
         or the first version where there is none."""
         make_private(self.home)
         with self.locked():
-            current = self.document_or_expired() if self.exists() else None
-            new = self.check_envelope(envelope, current)
-            highest = max(self._highest(), current.version if current else 0)
-            if new.version < highest or (current and new.version == highest):
-                raise fail(
-                    "E0750", f"trust store version {new.version} offered, version {highest} is installed"
-                )
-            if current and new.version != current.version + 1:
-                raise fail(
-                    "E0751", f"version {new.version} does not follow {current.version}: install those between"
-                )
-            if time.time() > new.expires:
-                raise fail("E0749", f"trust store version {new.version} has expired")
-            replace_file(self.home / DOCUMENT, envelope)
-            replace_file(self.home / HIGHEST, b"%d\n" % new.version)
-            self._document = None
+            return self._install(envelope)
+
+    def _install(self, envelope: bytes) -> TrustDocument:
+        current = self.document_or_expired() if self.exists() else None
+        new = self.check_envelope(envelope, current)
+        highest = max(self._highest(), current.version if current else 0)
+        if new.version < highest or (current and new.version == highest):
+            raise fail("E0750", f"trust store version {new.version} offered, version {highest} is installed")
+        if current and new.version != current.version + 1:
+            text = f"version {new.version} does not follow {current.version}: install those between"
+            raise fail("E0751", text)
+        if time.time() > new.expires:
+            raise fail("E0749", f"trust store version {new.version} has expired")
+        replace_file(self.home / DOCUMENT, envelope)
+        replace_file(self.home / HIGHEST, b"%d\n" % new.version)
+        self._document = None
         return new
 
     def document_or_expired(self) -> TrustDocument:
@@ -302,17 +305,20 @@ class TrustStore:
                 raise
             return self._document
 
-    def amend(self, **changes: Any) -> TrustDocument:
-        """Sign version N+1 with the local root keys and install it. `changes` are fields of TrustDocument."""
-        current = self.document_or_expired()
-        fresh = {"version": current.version + 1, "expires": float(int(time.time()) + LIFETIME_S)}
-        new = replace(current, **{**fresh, **changes})
-        new.check()
-        holders = dict.fromkeys([*current.roles["root"].keyids, *new.roles["root"].keyids])
-        roots = [
-            load_signer(self.home, "root", k) for k in holders if key_path(self.home, "root", k).exists()
-        ]
-        return self.install(dsse.seal(canonical_json(new.to_json()), dsse.TRUST, roots))
+    def amend(self, change: Change | None = None, **fields: Any) -> TrustDocument:
+        """Sign version N+1 with the local root keys and install it: with `fields` of TrustDocument, and those
+        that `change` makes from version N. One process at a time, so that no other's change is lost.
+        """
+        make_private(self.home)
+        with self.locked():
+            current = self.document_or_expired()
+            fresh = {"version": current.version + 1, "expires": float(int(time.time()) + LIFETIME_S)}
+            new = replace(current, **{**fresh, **fields, **(change(current) if change else {})})
+            new.check()
+            holders = dict.fromkeys([*current.roles["root"].keyids, *new.roles["root"].keyids])
+            here = [k for k in holders if key_path(self.home, "root", k).exists()]
+            roots = [load_signer(self.home, "root", k) for k in here]
+            return self._install(dsse.seal(canonical_json(new.to_json()), dsse.TRUST, roots))
 
     def envelope(self) -> bytes:
         """The signed document as it is kept, for export."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from library.keys import key_path, load_signer, new_key
 from library.store import Library
 from library.trust import TrustStore
 from tests.library.helpers import make_container, validated
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def code_of(call: object, *args: object, **kwargs: object) -> str:
@@ -257,3 +261,25 @@ def test_the_highest_version_is_remembered_from_a_copied_store(lib: Library) -> 
     assert TrustStore(lib.trust.home).document().version == 2
     (lib.trust.home / "trust.json").write_bytes(first)
     assert code_of(TrustStore(lib.trust.home).document) == "E0750"
+
+
+def test_changes_at_once_lose_none(lib: Library) -> None:
+    """Keys added, a key revoked and artifacts barred by many processes: each one is in the last version."""
+    home = lib.trust.home
+    revoked = lib.trust.document().roles["validator"].keyids[0]
+    rotation.add_key(lib.trust, "validator")
+    program = (
+        "import sys; from pathlib import Path; from library import rotation\n"
+        "from library.trust import TrustStore\n"
+        "store, number, revoked = TrustStore(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]\n"
+        "if number == 0: rotation.revoke_key(store, revoked)\n"
+        "elif number % 2: rotation.add_key(store, 'compiler')\n"
+        "else: rotation.bar_artifact(store, f'{number:064x}')\n"
+    )
+    commands = [[sys.executable, "-c", program, str(home), str(n), revoked] for n in range(8)]
+    processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    assert [process.wait(120) for process in processes] == [0] * 8
+    document = TrustStore(home).document()
+    assert document.version == 10 and revoked in document.revoked_keys
+    assert len(document.roles["compiler"].keyids) == 5
+    assert document.revoked_artifacts == {f"{n:064x}" for n in (2, 4, 6)}
