@@ -34,14 +34,15 @@ ONE_OPERAND = (
 # Accurate to an ulp or two, as torch's kernels are; tl.exp and friends are the approximate instructions.
 LIBDEVICE: dict[str, str] = {
     **{n: f"libdevice.{n}({{0}})" for n in ONE_OPERAND},
-    **{n: f"libdevice.{n}({{0}}, {{1}})" for n in ("pow", "fmod", "atan2")},
+    **{n: f"libdevice.{n}({{0}}, {{1}})" for n in ("pow", "atan2")},
+    "fmod": "_fmod({0}, {1})",
     "round": "libdevice.rint({0})",
 }
 INTERPRETED: dict[str, str] = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
     "log2": "tl.log2({0})", "log1p": "tl.log(1.0 + {0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
     "tanh": "(2.0 * _sigmoid(2.0 * {0}) - 1.0)", "round": "_round({0})", "trunc": "_trunc({0})",
-    "pow": "tl.exp2({1} * tl.log2({0}))", "fmod": "({0} - {1} * _trunc({0} / {1}))",
+    "pow": "tl.exp2({1} * tl.log2({0}))", "fmod": "_fmod({0}, {1})",
 }  # fmt: skip
 
 TRITON_TYPE = {
@@ -105,6 +106,16 @@ _ROUND_GPU = """
 @triton.jit
 def _round_bf16(x):
     return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _fmod(x, y):
+    return x % y if x.dtype.is_int() else libdevice.fmod(x, y)
+
+
+@triton.jit
+def _fmod_of_number(x, y):
+    return x % y if y.dtype.is_int() else libdevice.fmod(x, y)
 """
 _ROUND_INTERPRETED = """
 @triton.jit
@@ -117,6 +128,16 @@ def _round_bf16(x):
 @triton.jit
 def _trunc(x):
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def _fmod(x, y):
+    return x % y if x.dtype.is_int() else x - y * _trunc(x / y)
+
+
+@triton.jit
+def _fmod_of_number(x, y):
+    return x % y if y.dtype.is_int() else x - y * _trunc(x / y)
 
 
 @triton.jit
@@ -151,8 +172,9 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> st
         )
     if isinstance(expr, Cast):
         return rounded(spell(expr.arg, args, interpreted, alone), expr.dtype)
-    if expr.name == "div" and isinstance(expr.args[0], Const) and not alone:
-        return "_div_of_number({}, {})".format(*(spell(a, args, interpreted) for a in expr.args))
+    if expr.name in ("div", "fmod") and isinstance(expr.args[0], Const) and not alone:
+        inner = ", ".join(spell(a, args, interpreted) for a in expr.args)
+        return f"_{expr.name}_of_number({inner})"
     table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE
     if expr.name not in table:
         raise EsperError("E0525", f"{expr.name} has no spelling in Triton's interpreter", node=expr.name)

@@ -124,7 +124,23 @@ def operators() -> list[Blueprint]:
             ]
             made.append(b.op(name, *operands, **s.attrs))
         out.append(b.build(*made, differentiable=[]))
-    return out
+    return [*out, drawn()]
+
+
+def drawn() -> Blueprint:
+    """Arithmetic of whole numbers of 64 bits, with rests."""
+    b = Builder("drawn")
+    x, seed = b.input("x", "float32", [4, 6]), b.input("seed", "int64", [1])
+    return b.build(b.dropout(x, seed, p=0.25), b.randn(seed, shape=(4, 6)), differentiable=[])
+
+
+def test_triton_takes_rests_of_whole_numbers() -> None:
+    target = resolve("h100")
+    made = tuple(s for s in front(drawn(), "h100").kernels.by_key.values() if s.variant == "a")
+    done = run_worker(
+        "forge.build_worker", {**request(made, target), "stage": "compile"}, Limits(seconds=200.0)
+    )
+    assert done["code"].keys() == {s.plan.name for s in made}
 
 
 @pytest.mark.slow
