@@ -30,6 +30,8 @@ from library.paths import check_private, make_private, os_error, read_regular, s
 
 DOCUMENT = "trust.json"
 HIGHEST = "highest"
+LOCK = ".lock"
+_LOCKED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 LIFETIME_S = 3 * 365 * 86400
 _MAX_NUMBER = 1 << 53
 _FIELDS = {
@@ -189,9 +191,21 @@ class TrustStore:
                 hint="put the newer trust.json back; an older one brings revoked keys back to life",
             )
         if document.version > self._highest():  # copied here by hand, or a crash after it was installed
-            with suppress(EsperError):
-                replace_file(self.home / HIGHEST, b"%d\n" % document.version)
+            self._ratchet(document.version)
         return document
+
+    def _ratchet(self, version: int) -> None:
+        """Remember a version, unless somebody changes the trust home right now and remembers a later one.
+        Where it cannot be written, nothing is remembered.
+        """
+        with suppress(EsperError, OSError):
+            fd = os.open(self.home / LOCK, _LOCKED, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if version > self._highest():
+                    replace_file(self.home / HIGHEST, b"%d\n" % version)
+            finally:
+                os.close(fd)
 
     def _read(self) -> bytes:
         try:
@@ -256,7 +270,7 @@ class TrustStore:
     def locked(self) -> Iterator[None]:
         """One process at a time changes the trust home."""
         try:
-            fd = os.open(self.home / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.home / LOCK, _LOCKED, 0o600)
         except OSError as error:
             raise os_error(error, "cannot lock", self.home) from error
         try:
