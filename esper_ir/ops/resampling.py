@@ -1,7 +1,8 @@
 """Pooling to a given size, over one axis, by powers, and resampling: written with primitives.
 
 A mean over windows of uneven size, and a linear interpolation, are products with a matrix per axis, which
-positions alone make.
+positions alone make. There 0 times an infinity is NaN: unlike in torch, a value that is not finite reaches
+its whole row.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def _adaptive(rank: int, expand: Any) -> OpDef:
         name=name, infer=_infer_adaptive(rank), reference=_adaptive_reference(rank), vjp=ByExpansion(),
         lowering=Composite(expand), samples=adaptive_samples(rank), arity=(1, 1),
         params=(Attr("output_size", "ints"), *((FORMAT,) if rank == 2 else ())), cost=_cost,
-        resolve=_resolve_adaptive(rank), doc=f"torch.nn.functional.{name}",
+        resolve=_resolve_adaptive(rank),
+        doc=f"torch.nn.functional.{name}; where windows are uneven, what is not finite reaches its row",
     )  # fmt: skip
 
 
@@ -326,14 +328,30 @@ def _weights(emit: Emit, size: int, count: int, attrs: Attrs, dtype: DType) -> V
     return to(emit, emit("clamp", apart, min=0.0), dtype)
 
 
+def _nearest(emit: Emit, x: Val, axis: int, count: int) -> Val | None:
+    """Every element repeated, or every n-th one taken; None for sizes that do not divide each other."""
+    shape = x.type.shape
+    size = shape[axis].static
+    assert size is not None
+    if size % count == 0:
+        return emit("slice", x, dim=axis, step=size // count)
+    if count % size:
+        return None
+    apart = emit("reshape", x, shape=(*shape[: axis + 1], ONE, *shape[axis + 1 :]))
+    wide = emit("expand", apart, shape=(*shape[: axis + 1], Dim.of(count // size), *shape[axis + 1 :]))
+    return emit("reshape", wide, shape=(*shape[:axis], Dim.of(count), *shape[axis + 1 :]))
+
+
 def _expand_scaled(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x = val(inputs[0])
     y = up(emit, x)
     for axis, count in enumerate(attrs["size"], 2):
         size = x.type.shape[axis].static
         assert size is not None
-        if size != count:
-            y = along(emit, y, axis, _weights(emit, size, count, attrs, y.type.dtype))
+        if size == count:
+            continue
+        plain = _nearest(emit, y, axis, count) if attrs["mode"] == "nearest" else None
+        y = plain or along(emit, y, axis, _weights(emit, size, count, attrs, y.type.dtype))
     return (to(emit, y, x.type.dtype),)
 
 
@@ -373,6 +391,6 @@ OPS = (
             Attr("align_corners", "bool", None, doc="linear: the first and last centres stay; null: false"),
         ),
         tolerance=Tolerance(2.0, "torch computes the weights in the type of the operand"),
-        doc="torch.nn.functional.interpolate to a size",
+        doc="torch.nn.functional.interpolate to a size; between elements what is not finite reaches its row",
     ),
 )  # fmt: skip
