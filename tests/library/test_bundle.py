@@ -20,7 +20,7 @@ from library.history import audit
 from library.keys import new_key
 from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
 from library.store import Library
-from library.trust import Role
+from library.trust import Role, TrustStore
 from tests.library.helpers import contents, make_container, validated
 
 HEAD = len(MAGIC) + 8
@@ -323,3 +323,22 @@ def test_an_annotated_artifact_that_was_refused_is_found_by_no_query(lib: Librar
         import_bundle(third, respell(read_file(tmp_path / "b"), add))
         assert third.find(KernelQuery()).matches == ()
         assert verify_library(third, third.artifacts(), contents=True).findings == ()
+
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_a_bundle_that_an_earlier_version_wrote(fast_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept as it was written, with the trust document of its day: formats are read for good."""
+    monkeypatch.setattr("library.trust.time.time", lambda: 1_800_000_000.0)  # it expires in 2029
+    trust = TrustStore(fast_tmp / "keys")
+    trust.install((DATA / "trust-1.json").read_bytes())
+    with Library.open(fast_tmp / "library", trust=trust.home, roles=()) as lib:
+        (artifact,) = import_bundle(lib, read_file(DATA / "bundle-1.esper"))
+        loaded = lib.load(artifact)
+        assert loaded.container.manifest["format"] == "esper-artifact/1"
+        assert bytes(loaded.container.blobs["code"]) == b"code of the first format"
+        text = parse_json(lib.blueprint_text(loaded.record.blueprint))
+        assert list(text["inputs"]) == ["z", "a"], "sorted in the container, in order in the library"
+        assert lib.annotation(artifact) == {"risk_score": 0.25} and lib.side_file(artifact, "k.ptx") == b"ptx"
+        assert verify_library(lib, lib.artifacts(), contents=True).findings == ()
