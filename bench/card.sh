@@ -83,7 +83,7 @@ HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESUL
 step "${LOAD_S:-60}" load $HARNESS load ${ONLY:+--only "$ONLY"}
 step "${HOST_S:-90}" host $HARNESS host --host-seconds 45
 step "${BITS_S:-50}" bits $HARNESS bits ${ONLY:+--only "$ONLY"}
-step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" --cards "${CARDS// /,}" ${ONLY:+--only "$ONLY"}
+step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" --cards "${CARDS// /,}" ${SKIP:+--skip "$SKIP"} ${ONLY:+--only "$ONLY"}
 if grep -rlq "mark.gpu" tests; then
     step "${TESTS_S:-100}" tests env ESPER_REQUIRE_GPU=1 "$PYTHON" -m pytest -m gpu -q -x -p no:cacheprovider
 fi

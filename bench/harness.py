@@ -131,7 +131,8 @@ def blocks(run: Run) -> dict[str, Any]:
 
 def _in_process(run: Run, block: Block, sizes: Sizes, first: bool, card: str = "") -> list[dict[str, Any]]:
     effort = run.options["effort"]
-    impls = [n for n in peers.names(block, run.device) if n != peers.MAX or first or run.options["all_max"]]
+    named = [n for n in peers.names(block, run.device) if n not in run.options["skip"]]
+    impls = [n for n in named if n != peers.MAX or first or run.options["all_max"]]
     job = {
         "block": block.name, "sizes": dict(sizes), "impls": impls, "effort": asdict(effort), "stack": first,
         "ceilings": run.ceilings, "library": str(run.library.home), "compiled": run.compiled,
@@ -290,6 +291,7 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
 @click.option("--library", type=click.Path(path_type=Path), help="Folder made by bench.prepare, proven here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds for one block at one size.")
+@click.option("--skip", multiple=True, help="Implementations to leave out, such as compile-max-autotune.")
 @click.option("--all-max", is_flag=True, help="max-autotune at every size, not only the first.")
 @click.option("--host-seconds", default=80.0, show_default=True, help="Limit of the host bench.")
 @click.option("--side-rounds", default=3, show_default=True, help="Fresh processes of each implementation.")
