@@ -68,7 +68,8 @@ def compare(first: Blueprint, second: Blueprint) -> Comparison:
         rows += _nodes(typed(first), typed(second))
     rows += _lists("outputs", first.outputs, second.outputs, ids[0] == ids[1])
     rows += _lists("differentiable", differentiable(first), differentiable(second), False)
-    rows += _lists("updates", *(tuple(f"{k}: {v}" for k, v in bp.updates.items()) for bp in pair), False)
+    updates = [[f"{k}: {v}" for k, v in bp.updates.items()] for bp in pair]
+    rows += _lists("updates", updates[0], updates[1], False)
     rows += _lists("random", first.random, second.random, False)
     return Comparison(ids, faces, tuple(rows))
 
