@@ -111,7 +111,7 @@ def _runs(staged: str) -> bool:
         os.kill(int(staged.split("-")[1]), 0)
     except ProcessLookupError:
         return False
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError, OverflowError):
         return True
     return True
 

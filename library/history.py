@@ -65,6 +65,7 @@ def _audit(core: Core, index: Index, remembered: tuple[int, bytes], began: float
         heads.at(frontier)
     found += heads.finish(frontier)
     found += _check_state(index, frontier, previous)
+    found += [bad("E0709", "esper.db", problem) for problem in index.damage()]
     if first_bad is None:
         found += replay.check_rows(index)
     seconds, root = time.perf_counter() - began, frontier.root().hex()

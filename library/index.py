@@ -21,6 +21,7 @@ from library.schema import FORMAT_VERSION, MIGRATIONS
 
 DATABASE = "esper.db"
 HOLDER = "writer"
+_SCHEMA = "SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
 _LOG = 16 << 20  # what is left of a log that many writers and readers let grow
 # The write-ahead-log reset bug can lose or corrupt committed pages; these versions carry the repair.
 FIXED_SQLITE = (3, 51, 3)
@@ -228,6 +229,19 @@ class Index:
             return self.connection.execute(statement, values).fetchall()
         except OverflowError as error:
             raise fail("E0720", f"a number does not fit in 64 bits: {error}") from error
+
+    def damage(self) -> list[str]:
+        """What is wrong with the database itself: pages, indexes, and tables, triggers or views that are not
+        those of its migrations.
+        """
+        found = [row[0] for row in self.rows("PRAGMA integrity_check(10)") if row[0] != "ok"]
+        fresh = apsw.Connection(":memory:")
+        for migration in MIGRATIONS[: self.version()]:
+            fresh.execute(migration).fetchall()
+        meant = set(fresh.execute(_SCHEMA).fetchall())
+        present = set(self.rows(_SCHEMA))
+        found += [f"{kind} {name} was not made by the library" for kind, name, _ in sorted(present - meant)]
+        return found + [f"{kind} {name} is missing" for kind, name, _ in sorted(meant - present)]
 
     def migrate(self, migrations: Sequence[str] = MIGRATIONS) -> int:
         """Bring the tables up to the last migration, each in the one transaction; the version now reached."""

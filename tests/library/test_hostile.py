@@ -158,6 +158,8 @@ def test_stray_files_are_left_alone(lib: Library, home: Path) -> None:
     for name in ("short", "Z" * 62, "0" * 61 + "\n"):
         (home / "objects" / "ab" / name).write_text("x")
     (home / "staging" / "somebody").mkdir()
+    for name in ("1-" + "9" * 40 + "-x", "1--5-x", "x", "1-0-x", "-"):
+        (home / "staging" / name).write_text("x")
     artifact = validated(lib)
     assert lib.collect(grace_s=0, dry_run=False).removed == 0
     assert lib.load(artifact).record.id == artifact

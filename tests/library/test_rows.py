@@ -200,3 +200,32 @@ def test_verify_looks_again_at_what_changed(
         monkeypatch.setattr(lib.blobs, "read_raw", archive_first)
         assert verify_library(lib, records, contents=True).findings == ()
         assert opened and lib.record(artifact).state == "ARCHIVED"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE TRIGGER t AFTER INSERT ON artifacts BEGIN UPDATE artifacts SET state = 'VALIDATED'; END",
+        "CREATE VIEW v AS SELECT * FROM artifacts",
+        "CREATE TABLE extra(a)",
+        "DROP INDEX artifacts_state",
+        "DROP TRIGGER facts_added",
+    ],
+)
+def test_audit_knows_the_schema(full: Path, statement: str) -> None:
+    connection = apsw.Connection(str(full / DATABASE))
+    connection.execute(statement).fetchall()
+    connection.close()
+    assert found(full) == ["E0709"]
+
+
+def test_audit_finds_a_damaged_index(full: Path) -> None:
+    """Rows that an index does not lead to any more: a query would miss them in silence."""
+    connection = apsw.Connection(str(full / DATABASE))
+    connection.execute("PRAGMA writable_schema=ON").fetchall()
+    connection.execute(
+        "UPDATE sqlite_master SET rootpage = (SELECT rootpage FROM sqlite_master "
+        "WHERE name = 'artifacts_digest') WHERE name = 'artifacts_state'"
+    ).fetchall()
+    connection.close()
+    assert "E0709" in found(full)
