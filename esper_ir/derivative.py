@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from esper_ir.scalar import BOOLEAN, Arg, Cast, Const, Expr, Prim, prim
+from esper_ir.scalar import BOOLEAN, INTEGRAL, Arg, Cast, Const, Expr, Prim, prim
 
 ZERO, ONE = Const(0.0), Const(1.0)
 
@@ -125,7 +125,7 @@ UNARY: dict[str, Unary] = {
     "erfc": lambda x, y: prim("mul", -2.0 / math.sqrt(math.pi), prim("exp", neg(square(x)))),
     "sigmoid": lambda x, y: prim("mul", y, _one_minus(y)),
 }
-FLAT = frozenset({"sign", "floor", "ceil", "round", "trunc"}) | BOOLEAN
+FLAT = frozenset({"sign", "floor", "ceil", "round", "trunc"}) | BOOLEAN | INTEGRAL
 
 
 def _pow(a: Expr, b: Expr, y: Expr) -> tuple[Expr, Expr]:

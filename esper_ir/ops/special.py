@@ -14,9 +14,11 @@ from esper_ir.opdef import (
     ByExpansion,
     Composite,
     Emit,
+    NotDifferentiable,
     Number,
     OpDef,
     Operand,
+    Pointwise,
     Sample,
     Tolerance,
     Val,
@@ -25,9 +27,9 @@ from esper_ir.ops.binary import binary
 from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.pointwise import unary
 from esper_ir.ops.reduction import only
-from esper_ir.ops.rules import ONE, accept, lift, same, tensor
+from esper_ir.ops.rules import ONE, accept, call, elementwise, lift, pointwise_cost, same, tensor
 from esper_ir.scalar import Arg, Expr, prim
-from esper_ir.types import TensorType
+from esper_ir.types import DType, TensorType
 
 Types = Sequence[TensorType | Number]
 A, B = Arg(0), Arg(1)
@@ -119,6 +121,39 @@ def _divide(name: str, mode: str, body: Any) -> OpDef:
     )  # fmt: skip
 
 
+# Bits.
+
+
+WHOLE = NotDifferentiable("whole numbers have no gradient")
+
+
+def _expand_not(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    """-1 - x: every bit of a two's complement turned round."""
+    x = only(inputs)
+    return (emit("logical_not", x) if x.type.dtype is DType.bool else emit("sub", -1, x),)
+
+
+def _infer_bits(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    out = elementwise("same", "any")(operands, attrs)
+    if out[0].dtype.is_floating:
+        raise EsperError("E0205", f"{out[0]} has no bits to combine", hint="integers or truth values")
+    return out
+
+
+def _bits(name: str, body: Any, count: int, number: int | None = None) -> OpDef:
+    shapes = [((5, 7), (5, 7)), ((5, 7), (7,)), ((5, 1), (1, 7)), ((), (3,))]
+    kinds = {"bool": 1, "int64": 4, "int32": 1, "uint8": 1}
+    rows = [(d, s[:count]) for d, most in kinds.items() for s in shapes[:most]]
+    samples = [Sample(tuple(TensorType.of(d, s) for s in row), {}, 0.0, 9.0) for d, row in rows]
+    if number is not None:
+        samples.append(Sample((TensorType.of("int64", (5, 7)), number), {}, -4.0, 9.0))
+    return OpDef(
+        name=name, infer=_infer_bits, reference=call(name), vjp=WHOLE, lowering=Pointwise(body),
+        samples=tuple(samples), arity=(count, count), cost=pointwise_cost(1),
+        commutative=count == 2, doc=f"torch.{name}",
+    )  # fmt: skip
+
+
 # A slope per channel.
 
 
@@ -178,6 +213,15 @@ def _local_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 OPS = (
     _divide("floor_divide", "floor", _floor),
     _divide("trunc_divide", "trunc", _trunc),
+    *(_bits(f"bitwise_{n}", lambda a, n=n: prim(f"bit{n}", A, B), 2, 6) for n in ("and", "or", "xor")),
+    OpDef(
+        name="bitwise_not", infer=_infer_bits, reference=call("bitwise_not"), vjp=WHOLE, arity=(1, 1),
+        lowering=Composite(_expand_not), cost=pointwise_cost(1), doc="torch.bitwise_not",
+        samples=tuple(
+            Sample((TensorType.of(d, s),), {}, -4.0, 9.0)
+            for d, s in (("bool", (5, 7)), ("int64", (5, 7)), ("int32", ()), ("int8", (3,)))
+        ),
+    ),
     binary("xlogy", _xlogy, out="float", low=0.1, high=3.0, dtypes=("bfloat16", "float64"),
            derivatives=_xlogy_derivatives),
     binary("logaddexp", _logaddexp, accepts="float", dtypes=("bfloat16", "float64"), number=None,

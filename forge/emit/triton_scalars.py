@@ -19,7 +19,7 @@ COMMON: dict[str, str] = {
     "gt": "({0} > {1})",
     "ge": "({0} >= {1})", "and": "(({0} != 0) & ({1} != 0))",
     "or": "(({0} != 0) | ({1} != 0))", "xor": "(({0} != 0) ^ ({1} != 0))",
-    "not": "({0} == 0)",
+    "not": "({0} == 0)", "bitand": "({0} & {1})", "bitor": "({0} | {1})", "bitxor": "({0} ^ {1})",
     "isnan": "({0} != {0})", "where": "tl.where({0}, {1}, {2})", "sign": "_sign({0})",
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
