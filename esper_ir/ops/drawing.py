@@ -80,6 +80,8 @@ def _infer_shape(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     _check_seed(operands[0], 0)
     if not attrs["dtype"].is_floating:
         raise EsperError("E0203", f"dtype is {attrs['dtype'].value}", hint="a floating type")
+    if any(d.static is not None and d.static < 0 for d in attrs["shape"]):
+        raise EsperError("E0203", f"shape {[str(d) for d in attrs['shape']]}", hint="sizes are not negative")
     return (TensorType(attrs["dtype"], attrs["shape"]),)
 
 
