@@ -24,7 +24,7 @@ from esper_ir.diagnostics import EsperError
 from library import dsse, rows
 from library.bundle import export_bundle, import_bundle, read_file
 from library.errors import fail
-from library.manifest import blueprint_document
+from library.manifest import blueprint_document, tensors
 from library.paths import os_error, refuse_inside
 from library.records import SUPERSEDED, VALIDATED, ArtifactRecord
 from library.store import Library
@@ -161,18 +161,17 @@ def export_kernel(lib: Library, record: ArtifactRecord, place: Path) -> Path:
 def front_of(manifest: Mapping[str, Any]) -> Front:
     """Names for the Python text of an artifact."""
     title = _title(manifest["blueprint"]["name"])
-    interface = manifest["launch"].get("interface", {})
-    inputs = interface.get("inputs", ())
+    interface, leaves = manifest["launch"].get("interface"), tensors(manifest)
     notes = blueprint_document(manifest).get("metadata")
     stated = notes.get("license") if isinstance(notes, dict) else None
     return Front(
         title,
         _identifier(title.replace("-", "_"), ("load", "runtime", "take", "layers", "artifact_id")),
         _identifier("".join(part.capitalize() for part in title.split("-"))),
-        _identifiers(spec["name"] for spec in inputs),
-        tuple(str(spec["kind"]) for spec in inputs),
-        tuple(str(spec["name"]) for spec in inputs if spec["kind"] != "input"),
-        bool(interface.get("differentiable")),
+        _identifiers(name for name, _ in leaves),
+        tuple(kind for _, kind in leaves),
+        tuple(name for name, kind in leaves if kind != "input"),
+        isinstance(interface, dict) and bool(interface.get("differentiable")),
         stated if isinstance(stated, str) and re.fullmatch(r"[A-Za-z0-9 .+()-]{1,64}", stated) else "other",
     )
 

@@ -186,6 +186,7 @@ def _check_blueprint(value: dict[str, Any], version: str) -> None:
     if version == FORMAT:
         _want(isinstance(text, str), "blueprint.text", "the text of a JSON object")
         text = parse_json(text.encode())
+        canonical_json(text)  # no half characters: it can be written again
     _want(isinstance(text, dict), "blueprint.text", "an object")
 
 
@@ -243,10 +244,19 @@ def blueprint_document(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _ordered(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The text of a version 1 manifest. Its names are sorted; their order is that of the launch interface."""
     text = dict(manifest["blueprint"]["text"])
-    inputs = manifest["launch"].get("interface", {}).get("inputs", ())
-    place = {spec["name"]: at for at, spec in enumerate(inputs)}
+    place = {name: at for at, (name, _) in enumerate(tensors(manifest))}
     for section in ("inputs", "params", "buffers", "constants"):
         if isinstance(text.get(section), dict):
             ordered = sorted(text[section].items(), key=lambda item: place.get(item[0], len(place)))
             text[section] = dict(ordered)
     return text
+
+
+def tensors(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, kind) of the tensors of a call, in order, as the launch interface states them; what is malformed
+    there is left to whoever runs it.
+    """
+    interface = manifest["launch"].get("interface")
+    inputs = interface.get("inputs") if isinstance(interface, dict) else None
+    listed = [spec for spec in inputs if isinstance(spec, dict)] if isinstance(inputs, list) else []
+    return [(str(spec.get("name")), str(spec.get("kind"))) for spec in listed]

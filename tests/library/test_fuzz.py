@@ -21,8 +21,11 @@ from library.bundle import export_bundle, import_bundle, read_bundle, read_file
 from library.canon import canonical_json
 from library.contracts import KernelQuery
 from library.history import audit
+from library.hub import export_kernel
+from library.manifest import pack
+from library.repair import repair
 from library.store import Library
-from tests.library.helpers import contents, make_container
+from tests.library.helpers import contents, make_container, make_manifest, old_manifest
 from tests.library.test_bundle import framed
 
 FEW: tuple[Any, ...] = (None, -1, "../../x", [], {"a": 1})
@@ -229,3 +232,42 @@ def test_an_annotation_speaks_only_about_its_own_fields(lib: Library) -> None:
     lib.annotate(artifact, {"risk_score": 0.5})
     (match,) = lib.find(KernelQuery()).matches
     assert (match.latency_ms, match.risk) == (1.0, 0.5)
+
+
+def containers(old: bool, values: tuple[Any, ...]) -> Iterator[tuple[Spot, bytes]]:
+    """Containers whose manifest has one value exchanged, and whose id and digests fit again."""
+    made, now = old_manifest(), make_manifest()
+    made |= {} if old else {"format": now["format"], "blueprint": now["blueprint"]}
+    for spot in spots(made):
+        for value in values:
+            try:
+                yield spot, pack(exchanged(made, spot, value), [("code", "elf", b"code")])
+            except EsperError:
+                continue  # the writer refuses it already
+
+
+def lived(lib: Library, data: bytes, place: Path) -> None:
+    """Stored, proven, read, repaired, exported both ways."""
+    artifact = lib.put_artifact(data).id
+    lib.record_verdict(artifact, {"policy": "p"}, passed=True)
+    usable(lib)
+    assert repair(lib, lib.artifacts(), {}) == []
+    assert json.loads(lib.blueprint_text(lib.record(artifact).blueprint)).keys()
+    export_bundle(lib, lib.artifacts(), place.with_suffix(".bundle"))
+    export_kernel(lib, lib.record(artifact), place.with_suffix(".kernel"))
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["now", "before"])
+def test_every_value_of_a_manifest(home: Path, fast_tmp: Path, old: bool) -> None:
+    """What the grammar lets through can be used in every way, or is refused by name."""
+    visited = 0
+    for spot, data in containers(old, FEW):
+        visited += 1
+        place = fast_tmp / f"l{visited}"
+        with Library.open(place) as lib:
+            try:
+                lived(lib, data, place)
+            except EsperError as error:
+                assert error.exit_code in (2, 11, 12, 16), (spot, error)
+        shutil.rmtree(place)
+    assert visited > 60
