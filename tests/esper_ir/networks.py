@@ -336,6 +336,75 @@ class Frozen(nn.Module):
         return {"y": y / (level + 1.0), "level": level, "none": None, "x": x}
 
 
+class LeNet(nn.Module):
+    """Convolutions, pools and a classifier with dropout switched off by its rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 8, 3)
+        self.fc1, self.fc2, self.drop = nn.Linear(8 * 2 * 2, 12), nn.Linear(12, 10), nn.Dropout(p=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), kernel_size=2, stride=2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), kernel_size=2, stride=2)
+        return self.fc2(self.drop(F.relu(self.fc1(x.view(-1, 8 * 2 * 2)))))
+
+
+class Tokens(nn.Module):
+    """A picture as tokens of a convolution through torch's attention, sequence first, and an encoder."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.conv, self.project = nn.Conv2d(3, width, 4, 4), nn.Linear(width * 4, width)
+        self.cls = nn.Parameter(torch.zeros(1, 1, width))
+        self.attention, self.norm = nn.MultiheadAttention(width, 2), nn.LayerNorm(width)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0), 1, enable_nested_tensor=False
+        )
+        self.out = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b = x.size(0)
+        x = self.project(self.conv(x).flatten(start_dim=1)).unsqueeze(1)
+        x = torch.cat((self.cls.expand(b, -1, -1), x), dim=1).transpose(0, 1)
+        x = self.norm(self.attention(x, x, x)[0] + x)
+        return self.out(self.encoder(x)[0])
+
+
+class Rectified(nn.Module):
+    """Causal attention with a rectifier in the place of softmax."""
+
+    def __init__(self, width: int = 8, length: int = 6) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        mask = torch.tril(torch.ones(length, length)).view(1, 1, length, length)
+        self.register_buffer("bias", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(c, dim=2)
+        q, k, v = (z.view(b, t, 2, c // 2).transpose(1, 2) for z in (q, k, v))
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = F.relu(att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf")))
+        return self.c_proj((att @ v).transpose(1, 2).contiguous().view(b, t, c))
+
+
+class UNet(nn.Module):
+    """Down, up by a transposed convolution and by resampling, joined with what was kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.up, self.join = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(16, 4, 3, padding=1)
+        self.norm = nn.InstanceNorm2d(4, affine=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.leaky_relu(self.norm(self.enter(x)), 0.2)
+        low = F.elu(self.down(F.avg_pool2d(first, 2)))
+        wide = F.interpolate(low, scale_factor=2, mode="bilinear", align_corners=False)
+        return torch.sigmoid(self.join(torch.cat([first, self.up(low), wide], dim=1))).mean(dim=(2, 3))
+
+
 def tokens(count: int = 2) -> tuple[Tensor, ...]:
     gen = torch.Generator().manual_seed(3)
     return tuple(torch.randint(0, 11, (3, 6), generator=gen) for _ in range(count))
@@ -355,6 +424,10 @@ NETWORKS: tuple[tuple[str, Callable[[], nn.Module], Shapes, bool], ...] = (
     ("state_space", StateSpace, ((2, 8, 2, 3),), False),
     ("clusters", Clusters, ((3, 5, 8),), True),
     ("recurrent", Recurrent, ((3, 4, 6), (3, 5)), True),
+    ("lenet", LeNet, ((3, 1, 16, 16),), True),
+    ("tokens", Tokens, ((3, 3, 8, 8),), True),
+    ("rectified", Rectified, ((3, 6, 8),), True),
+    ("unet", UNet, ((3, 2, 8, 6),), True),
     ("frozen", Frozen, ((3, 6),), True),
     ("lstm_cell", lambda: nn.LSTMCell(6, 4), ((3, 6),), True),
     ("gru", lambda: nn.GRU(6, 4, 2, batch_first=True), ((3, 5, 6),), False),
