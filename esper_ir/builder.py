@@ -43,7 +43,9 @@ def _plain(value: Any) -> Any:
 
 
 class Value:
-    """A value of a blueprint under construction; arithmetic adds nodes."""
+    """A value of a blueprint under construction; arithmetic, comparisons and indexing add nodes."""
+
+    __iter__ = None  # indexing alone would make it a sequence without an end
 
     def __init__(self, builder: Builder, name: str, kind: TensorType) -> None:
         self.builder, self.name, self.type = builder, name, kind
@@ -81,8 +83,53 @@ class Value:
     def __matmul__(self, other: Value) -> Value:
         return self.builder.op("matmul", self, other)
 
+    def __rpow__(self, other: Number) -> Value:
+        return self.builder.op("pow", other, self)
+
     def __neg__(self) -> Value:
         return self.builder.op("neg", self)
+
+    def __lt__(self, other: Value | Number) -> Value:
+        return self.builder.op("lt", self, other)
+
+    def __le__(self, other: Value | Number) -> Value:
+        return self.builder.op("le", self, other)
+
+    def __gt__(self, other: Value | Number) -> Value:
+        return self.builder.op("gt", self, other)
+
+    def __ge__(self, other: Value | Number) -> Value:
+        return self.builder.op("ge", self, other)
+
+    def __getitem__(self, key: Any) -> Value:
+        """Numbers, slices with positive steps, None and one `...`, as torch reads them."""
+        keys = key if isinstance(key, tuple) else (key,)
+        taken = sum(k is not None and k is not Ellipsis for k in keys)
+        if Ellipsis in keys:
+            at = keys.index(Ellipsis)
+            keys = (*keys[:at], *[slice(None)] * (self.type.rank - taken), *keys[at + 1 :])
+        value, axis = self, 0
+        for part in keys:
+            value = value._part(part, axis)
+            axis += not isinstance(part, int)
+        return value
+
+    def _part(self, part: Any, axis: int) -> Value:
+        if part is None:
+            return self.builder.op("unsqueeze", self, dim=axis)
+        if isinstance(part, int):
+            return self.builder.op("select", self, dim=axis, index=part)
+        if not isinstance(part, slice):
+            raise EsperError("E0203", f"cannot index by {part!r}", hint=f"at {_caller()}; see index_select")
+        if part == slice(None):
+            return self
+        start, step = part.start or 0, part.step or 1
+        return self.builder.op("slice", self, dim=axis, start=start, end=part.stop, step=step)
+
+    @property
+    def T(self) -> Value:
+        """The last two axes exchanged."""
+        return self.builder.op("transpose", self, dim0=-2, dim1=-1)
 
 
 class Builder:

@@ -41,6 +41,31 @@ def test_builder_makes_what_the_text_says() -> None:
     assert b.softmax(y, dim=-1).type == y.type
 
 
+def test_values_are_cut_and_compared_as_in_torch() -> None:
+    b = Builder("parts")
+    b.dim("rows", min=2, max=64, tune=(8,))
+    x = b.input("x", "float32", ["rows", 6, 5])
+    keys = [
+        (slice(None), 0), (-1,), (Ellipsis, slice(1, None, 2)), (None, slice(0, 2), Ellipsis, -1),
+        (slice(None), slice(-3, -1)),
+    ]  # fmt: skip
+    made = [b.cast(x[k], dtype="float32") for k in keys]
+    bp = b.build(*made, x @ x.T, 2.0**x, b.where(x < 0.5, x, -x), b.where(x >= 0.5, x, 1.0))
+    data = torch.randn(4, 6, 5)
+    found = to_torch(bp)(data)
+    wanted = [data[k] for k in keys]
+    wanted += [
+        data @ data.mT,
+        2.0**data,
+        torch.where(data < 0.5, data, -data),
+        torch.where(data >= 0.5, data, 1.0),
+    ]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(EsperError, match="E0203"):
+        x[[0, 1]]
+
+
 def test_builder_names_the_callers_line() -> None:
     b = Builder("b")
     x = b.input("x", "float32", [3])
