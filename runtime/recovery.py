@@ -51,8 +51,11 @@ def broken(state: State, error: EsperError) -> State:
     made = State(state.program, state.counters)
     made.node, made.gradients = None, state.gradients
 
+    # Not the error itself: its traceback holds every tensor of the step.
+    message, node, details = error.message, error.node, dict(error.details)
+
     def refuse(*_: Any) -> Any:
-        raise fail(LAUNCH_FAILED, error.message, node=error.node, details=dict(error.details))
+        raise fail(LAUNCH_FAILED, message, node=node, details=dict(details))
 
     made.ready = refuse
     return made

@@ -43,6 +43,7 @@ def refusal(code: str, call, *values, **named) -> EsperError:
 @pytest.fixture(autouse=True)
 def forget() -> None:
     """Each test starts with nothing loaded: the same id stands for another file in the next library."""
+    gc.collect()  # blocks of earlier tests that a cycle still holds
     loader.cache().release()
     loader._meant.clear()
     loader._libraries.clear()
