@@ -43,7 +43,8 @@ def imported(variant: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.modules.pop(name)
+        for known in [k for k in sys.modules if k == name or k.startswith(f"{name}.")]:
+            sys.modules.pop(known)  # with what it imported of itself: nothing is held for later tests
     return module
 
 
