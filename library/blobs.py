@@ -147,7 +147,7 @@ class Blobs:
     def read_raw(self, digest: str) -> bytes:
         """Bytes under `digest`, not yet hashed: for the caller that hashes them itself. E0731 when absent."""
         try:
-            return self._read_fd(os.open(_path_of(digest), READ, dir_fd=self._fds["objects"]))
+            return self._read_fd(os.open(place_of(digest), READ, dir_fd=self._fds["objects"]))
         except FileNotFoundError as error:
             raise fail(
                 "E0731",
@@ -167,7 +167,7 @@ class Blobs:
 
     def quarantine(self, digest: str, reason: str) -> Exception:
         """Move the bytes out of `objects/` if the disk allows it; the E0730 to raise either way."""
-        _path_of(digest)
+        place_of(digest)
         try:
             shard = self.disk.open_dir(digest[:2], dir_fd=self._fds["objects"])
             try:
@@ -211,7 +211,7 @@ class Blobs:
     def has(self, digest: str) -> bool:
         """Whether a file of that name exists; says nothing about its bytes."""
         try:
-            os.stat(_path_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False)
+            os.stat(place_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False)
         except OSError:
             return False
         return True
@@ -219,14 +219,14 @@ class Blobs:
     def size(self, digest: str) -> int:
         """Bytes of an object as stored, 0 when it is absent."""
         try:
-            return os.stat(_path_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False).st_size
+            return os.stat(place_of(digest), dir_fd=self._fds["objects"], follow_symlinks=False).st_size
         except OSError:
             return 0
 
     def remove(self, digest: str) -> int:
         """Unlink an object; bytes freed, 0 when it was gone already.
         The caller holds the transaction that decided."""
-        name = _path_of(digest)
+        name = place_of(digest)
         try:
             info = os.stat(name, dir_fd=self._fds["objects"], follow_symlinks=False)
             if stat.S_ISDIR(info.st_mode):  # nothing of ours; set aside, or it would be in the way for ever
@@ -270,7 +270,7 @@ class Blobs:
         self._discard(name)
 
 
-def _path_of(digest: str) -> str:
+def place_of(digest: str) -> str:
     """Place below `objects/`. E0709 for what is no digest: a row may have been edited to lead elsewhere."""
     if not _DIGEST.match(digest):
         raise fail("E0709", f"a row names {digest[:80]!r} as an object, which is no digest", node=digest[:80])

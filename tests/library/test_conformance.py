@@ -13,7 +13,7 @@ import pytest
 
 from esper_ir.diagnostics import EsperError
 from library.backends import BlobStore, RowStore
-from library.blobs import DIRECTORIES, Blobs
+from library.blobs import DIRECTORIES, Blobs, place_of
 from library.canon import sha256_hex
 from library.errors import fail
 from library.index import Index
@@ -41,7 +41,7 @@ class MemoryBlobs:
         return digests
 
     def read_raw(self, digest: str) -> bytes:
-        if digest not in self.kept:
+        if place_of(digest) and digest not in self.kept:
             raise fail("E0731", f"object {digest} is not here")
         return self.kept[digest]
 
@@ -52,17 +52,20 @@ class MemoryBlobs:
         return data
 
     def quarantine(self, digest: str, reason: str) -> Exception:
+        place_of(digest)
         self.aside.append(digest)
         self.kept.pop(digest, None)
         return fail("E0730", f"object {digest}: {reason}")
 
     def has(self, digest: str) -> bool:
-        return digest in self.kept
+        return bool(place_of(digest)) and digest in self.kept
 
     def size(self, digest: str) -> int:
+        place_of(digest)
         return len(self.kept.get(digest, b""))
 
     def remove(self, digest: str) -> int:
+        place_of(digest)
         return len(self.kept.pop(digest, b""))
 
     def digests(self) -> list[str]:
@@ -125,6 +128,16 @@ def test_absent(backend: tuple[BlobStore, Damage]) -> None:
     nothing = "0" * 64
     assert code_of(blobs.read, nothing) == "E0731" and code_of(blobs.read_raw, nothing) == "E0731"
     assert not blobs.has(nothing) and blobs.size(nothing) == 0 and blobs.remove(nothing) == 0
+
+
+@pytest.mark.parametrize("name", ["", "..", "../../x", "/etc/hostname", "A" * 64, "0" * 63, "0" * 64 + "\n"])
+def test_what_is_no_digest(backend: tuple[BlobStore, Damage], name: str) -> None:
+    blobs, _ = backend
+    kept = blobs.put(b"kept")
+    for call in (blobs.read, blobs.read_raw, blobs.has, blobs.size, blobs.remove):
+        assert code_of(call, name) == "E0709"
+    assert code_of(blobs.quarantine, name, "odd") == "E0709"
+    assert blobs.digests() == [kept] and blobs.read(kept) == b"kept"
 
 
 def test_putting_again_is_harmless(backend: tuple[BlobStore, Damage]) -> None:
