@@ -14,7 +14,7 @@ class BlobStore(Protocol):
 
     A put is durable and whole when it returns, and harmless when repeated or done by two at once. A reader
     gets the bytes of the digest or E0731 (absent) or E0730 (others found, which are set aside), never
-    anything else. What is no digest of 64 digits is E0709 everywhere (`library.blobs.place_of`): a row may have
+    anything else. What is no digest is E0709 everywhere (`library.blobs.place_of`): a row may have
     been edited to lead elsewhere.
     """
 
