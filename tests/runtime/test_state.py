@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,12 @@ from bench.models import SMALL_CNN, NormRelu
 from esper_ir.canonical import blueprint_id, interface_digest
 from esper_ir.diagnostics import EsperError
 from esper_ir.eager import to_torch
+from esper_ir.importers.torch_export import from_torch
 from esper_ir.text import parse, render
 from esper_ir.verify import typed, verify
+from forge.service import compile_file
+from library.store import Library
+from runtime import loader
 from runtime.swapping import Fit, swap
 from tests.runtime.shelf import SIDE, dropped_blueprint, norm_relu_blueprint
 from tests.runtime.test_executor import refusal
@@ -133,6 +138,40 @@ def test_a_replaced_module_draws_too(ids: dict[str, str]) -> None:
     y = checkpoint(model, x, use_reentrant=False)
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(dx, y.detach()) and (y == 0).any()
+
+
+class Torn(nn.Module):
+    """What people write: a product, an activation, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIDE, SIDE)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(torch.relu(self.inner(x)))
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant"])
+def test_torchs_own_dropout_imported(esper_library: Path, tmp_path: Path, how: str) -> None:
+    loader._meant.clear()
+    loader._libraries.clear()
+    module, path = Torn().train(), tmp_path / "torn.json"
+    path.write_text(render(from_torch(copy.deepcopy(module), torch.randn(8, SIDE), dynamic=0)))
+    with Library.open() as library:
+        (made,) = compile_file(path, targets=("cpu",), library=library)
+        library.record_verdict(made.artifact_id, {"stages": []}, passed=True)
+    model = nn.Sequential(module)
+    swap(model, {Torn: Fit(made.artifact_id, mode="train")})
+    x = torch.randn(400, SIDE, requires_grad=True)
+    y, whole = RUNS[how](model, x), torch.relu(module.inner(x)).detach()
+    y.backward(torch.ones_like(y))
+    kept = (y != 0) & (whole > 0)
+    share = 1 - kept.sum().item() / (whole > 0).sum().item()
+    assert 0.25 < share < 0.35
+    torch.testing.assert_close(y[kept], whole[kept] / 0.7, **CLOSE)
+    torch.testing.assert_close(module.inner.bias.grad, (kept / 0.7).sum(0), **CLOSE)
+    assert torch.equal(model.eval()(x), whole)
 
 
 @pytest.mark.gpu
