@@ -28,12 +28,11 @@ def _gelu(attrs: Attrs) -> Expr:
 def _phi(attrs: Attrs) -> Expr:
     if attrs["approximate"] == "none":
         return prim("mul", 0.5, prim("add", 1.0, prim("erf", prim("mul", X, math.sqrt(0.5)))))
-    return prim("mul", 0.5, prim("add", 1.0, prim("tanh", _inner())))
-
-
-def _inner() -> Expr:
+    # (1 + tanh u) / 2 is the logistic function of 2u, which keeps its relative precision where tanh nears -1.
     cube = prim("mul", prim("mul", X, X), X)
-    return prim("mul", math.sqrt(2.0 / math.pi), prim("add", X, prim("mul", 0.044715, cube)))
+    return prim(
+        "sigmoid", prim("mul", 2.0 * math.sqrt(2.0 / math.pi), prim("add", X, prim("mul", 0.044715, cube)))
+    )
 
 
 def _gelu_derivative(attrs: Attrs) -> tuple[Expr]:
@@ -43,12 +42,11 @@ def _gelu_derivative(attrs: Attrs) -> tuple[Expr]:
             "mul", prim("exp", prim("mul", prim("mul", X, X), -0.5)), 1.0 / math.sqrt(2.0 * math.pi)
         )
         return (prim("add", _phi(attrs), prim("mul", X, density)),)
-    t = prim("tanh", _inner())
+    s = _phi(attrs)
     slope = prim(
-        "mul", math.sqrt(2.0 / math.pi), prim("add", 1.0, prim("mul", 3 * 0.044715, prim("mul", X, X)))
+        "mul", 2.0 * math.sqrt(2.0 / math.pi), prim("add", 1.0, prim("mul", 3 * 0.044715, prim("mul", X, X)))
     )
-    half = prim("mul", prim("mul", 0.5, X), prim("mul", prim("sub", 1.0, prim("mul", t, t)), slope))
-    return (prim("add", _phi(attrs), half),)
+    return (prim("add", s, prim("mul", X, prim("mul", prim("mul", s, prim("sub", 1.0, s)), slope))),)
 
 
 def _silu_derivative(attrs: Attrs) -> tuple[Expr]:

@@ -25,6 +25,15 @@ def identity(combine: str, dtype: DType) -> str:
     return f"({-(1 << bits)})" if combine == "max" else str((1 << bits) - 1)
 
 
+def _halves(plan: KernelPlan) -> bool:
+    """Whether every element of the full space that is read or written has 16 bits. Sums and statistics along
+    fewer axes may be wider."""
+    floats = [a for a in plan.accesses if a.dtype.is_floating and not a.partial and a.buffer != INDEX]
+    axes = max((sum(s != Dim() for s in a.strides) for a in floats), default=0)
+    full = [a for a in floats if sum(s != Dim() for s in a.strides) == axes]
+    return bool(full) and all(a.dtype.itemsize == 2 for a in full)
+
+
 @dataclass
 class Kernel:
     """State of one emission: writer, axes of values, how to address each axis."""
@@ -38,6 +47,7 @@ class Kernel:
         self.dtypes = self.plan.dtypes()
         self.pointer = {b: f"p_{i}" for i, b in enumerate(self.plan.buffers)}
         self.index_type = "tl.int64" if self.plan.wide else "tl.int32"
+        self.fast = not self.interpreted and _halves(self.plan)
 
     # Addresses ------------------------------------------------------------------------------------
 
@@ -97,7 +107,8 @@ class Kernel:
     def compute(self, stmt: Compute) -> None:
         # Numbers alone become tensors, since a Python number has no type to be rounded to.
         alone = "" if stmt.args else self.one()
-        text = spell(stmt.expr, list(stmt.args), self.interpreted, alone)
+        fast = self.fast and (isinstance(self.plan.tile, PointTile) or "c" in self.axes[stmt.name])
+        text = spell(stmt.expr, list(stmt.args), self.interpreted, alone, fast)
         plain = stmt.dtype in (DType.float32, DType.bool) and all(
             self.dtypes[a].compute is DType.float32 for a in stmt.args
         )

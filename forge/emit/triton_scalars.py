@@ -38,6 +38,12 @@ LIBDEVICE: dict[str, str] = {
     "fmod": "_fmod({0}, {1})",
     "round": "libdevice.rint({0})",
 }
+# The approximate instructions, some 2 ulp of float32: where every element that is read or written has 16
+# bits, they are far below its rounding, and the accurate ones cost more time than the memory does.
+FAST: dict[str, str] = {
+    "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "div": "({0} / {1})",
+    "sigmoid": "(1.0 / (1.0 + tl.exp(-({0}))))",
+}  # fmt: skip
 INTERPRETED: dict[str, str] = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
     "log2": "tl.log2({0})", "log1p": "tl.log(1.0 + {0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
@@ -158,9 +164,9 @@ def preamble(interpreted: bool) -> str:
     return imports + "\n" + helpers + (_ROUND_INTERPRETED if interpreted else _ROUND_GPU)
 
 
-def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> str:
+def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast: bool = False) -> str:
     """Triton text of a scalar expression over the texts of its operands; with `alone`, a shape, numbers are
-    tensors of it.
+    tensors of it; `fast` takes the approximate instructions.
     """
     if isinstance(expr, Arg):
         return args[expr.index]
@@ -171,14 +177,16 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "") -> st
             else _constant(expr.value)
         )
     if isinstance(expr, Cast):
-        return rounded(spell(expr.arg, args, interpreted, alone), expr.dtype)
+        return rounded(spell(expr.arg, args, interpreted, alone, fast), expr.dtype)
+    if fast and expr.name in FAST:
+        return FAST[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
     if expr.name in ("div", "fmod") and isinstance(expr.args[0], Const) and not alone:
-        inner = ", ".join(spell(a, args, interpreted) for a in expr.args)
+        inner = ", ".join(spell(a, args, interpreted, fast=fast) for a in expr.args)
         return f"_{expr.name}_of_number({inner})"
     table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE
     if expr.name not in table:
         raise EsperError("E0525", f"{expr.name} has no spelling in Triton's interpreter", node=expr.name)
-    return table[expr.name].format(*(spell(a, args, interpreted, alone) for a in expr.args))
+    return table[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
 
 
 def _number_type(number: Const) -> str:
