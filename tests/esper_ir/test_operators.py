@@ -184,7 +184,8 @@ def test_record_is_whole(op: OpDef) -> None:
         assert attr.kind in ("int", "float", "bool", "str", "dtype", "ints", "shape", "number", "scalar")
     assert op.tolerance.factor == 1.0 or op.tolerance.reason
     kinds = {t.dtype for s in op.samples for t in s.operands if hasattr(t, "dtype")}
-    allowed = {DType.float32, DType.bfloat16, DType.bool, *([DType.int64] if op.indices or op.attr("offset") else [])}
+    positions = [DType.int64] if op.indices or op.attr("offset") else []
+    allowed = {DType.float32, DType.bfloat16, DType.bool, *positions}
     assert not op.arity[0] or allowed & kinds
 
 
