@@ -10,7 +10,7 @@ from typing import Any
 from esper_ir.builder import Builder, Value
 from esper_ir.diagnostics import EsperError
 from esper_ir.opdef import Number
-from esper_ir.types import Dim, DType
+from esper_ir.types import Dim, DType, TensorType
 
 Scalar = Number | Dim
 Tensor = Value | Scalar
@@ -59,16 +59,17 @@ class Context:
         return self.many(name, *operands, **attrs)[0]
 
     def many(self, name: str, *operands: Tensor, **attrs: Any) -> tuple[Value, ...]:
-        like = next((o.type.dtype for o in operands if isinstance(o, Value)), DType.float32)
+        like = next((o.type for o in operands if isinstance(o, Value)), TensorType(DType.float32, ()))
         return self.builder.many(name, *(self.operand(o, like) for o in operands), **attrs)
 
-    def operand(self, value: Tensor, like: DType) -> Value | Number:
+    def operand(self, value: Tensor, like: TensorType) -> Value | Number:
         """A number that the text can hold, else a value without axes, which promotes as the number does."""
         if isinstance(value, Value):
             return value
         if isinstance(value, Dim):
-            return value.static if value.static is not None else self.size(value)
-        return value if math.isfinite(value) else self.special(value, like)
+            exact = like.dtype.compute if like.rank and like.dtype.is_floating else DType.int64
+            return value.static if value.static is not None else self.size(value, exact)
+        return value if math.isfinite(value) else self.special(value, like.dtype)
 
     def size(self, dim: Dim, dtype: DType = DType.int64) -> Value:
         return self.builder.op("full", shape=(), value=dim, dtype=dtype)

@@ -70,7 +70,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _div(x, y):
-    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+    return tl.div_rn(x, tl.cast(y, tl.float32)) if x.dtype == tl.float32 else x / y
 
 
 @triton.jit
