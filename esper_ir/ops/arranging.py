@@ -202,8 +202,6 @@ def _expand_shuffle(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequ
 def _unshuffled(x: TensorType, attrs: Attrs) -> Shape:
     *lead, c, h, w = x.shape
     r = attrs["factor"]
-    if any(d.static == 0 for d in x.shape):
-        raise EsperError("E0204", f"{x} has pictures of nothing", hint="sizes of 1 or more")
     return (*lead, c * (r * r), _part(h, r, x), _part(w, r, x))
 
 
@@ -214,6 +212,15 @@ def _expand_unshuffle(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Se
     apart = emit("reshape", x, shape=(*lead, c, _part(h, r, x.type), r, _part(w, r, x.type), r))
     turned = emit("permute", apart, dims=(*range(n), n, n + 2, n + 4, n + 1, n + 3))
     return (emit("reshape", turned, shape=_unshuffled(x.type, attrs)),)
+
+
+def _unshuffle_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    """torch leaves the shape of an empty tensor as it is; here it changes as any other's."""
+    x, r = inputs[0], attrs["factor"]
+    if x.numel():
+        return (functional.pixel_unshuffle(x, r),)
+    *lead, c, h, w = x.shape
+    return (x.reshape(*lead, c * r * r, h // r, w // r),)
 
 
 # Borders that repeat the operand.
@@ -377,7 +384,7 @@ OPS = (
             [((2, 8, 3, 2), {"factor": 2}), ((9, 2, 2), {"factor": 3})], "torch.nn.functional.pixel_shuffle",
             _resolve_factor),
     _record("pixel_unshuffle", _unshuffled, _expand_unshuffle,
-            lambda i, a: (functional.pixel_unshuffle(i[0], a["factor"]),), (Attr("factor", "int"),),
+            _unshuffle_reference, (Attr("factor", "int"),),
             [((2, 3, 4, 6), {"factor": 2}), ((1, 3, 6), {"factor": 3})],
             "torch.nn.functional.pixel_unshuffle", _resolve_factor),
     _record("pad_border", _border_shape, _expand_border, _border_reference,
