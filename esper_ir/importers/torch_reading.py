@@ -308,7 +308,8 @@ class Reading:
             del self.context.updates[label]
         seen = list(found)
         for label, value in self.context.updates.items():
-            self.context.updates[label] = self._own(value, seen)
+            cut = self.context.op("detach", value) if value.type.dtype.is_floating else value
+            self.context.updates[label] = self._own(cut, seen)
             seen.append(self.context.updates[label])
         return found
 
