@@ -46,8 +46,6 @@ struct Held {
     Held() = default;
     explicit Held(PyObject* o) : object(o) { Py_XINCREF(o); }
     Held(Held&& other) noexcept : object(other.object) { other.object = nullptr; }
-    Held(const Held&) = delete;
-    Held& operator=(const Held&) = delete;
     Held& operator=(Held&& other) noexcept {
         std::swap(object, other.object);
         return *this;
@@ -87,6 +85,7 @@ struct Shared {
 struct Path {
     Plan plan;
     std::vector<int64_t> outputs, saved;
+    std::vector<Fresh> kept;  // the saved ones
 };
 
 /* What is known for one tuple of shapes. Plans are never taken away, so a reader needs no lock once it has one. */
@@ -116,15 +115,17 @@ struct Block {
 
 constexpr const char* NAME = "runtime._node.block";
 
-/* Tensors whose memory is not simply their elements, or that somebody else watches. */
-const c10::DispatchKeySet ODD({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor,
-                               c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
-                               c10::DispatchKey::Functionalize});
+/* What a tensor may be that is its elements in memory and nothing more. All else is odd: lazily negated, nested,
+ * batched by vmap, watched by Python, and what later releases of torch invent. */
+const c10::DispatchKeySet USUAL({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,
+                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::AutocastCPU,
+                                 c10::DispatchKey::AutocastCUDA, c10::DispatchKey::ADInplaceOrView});
 
 bool plain(const Tensor& t, at::ScalarType dtype, int64_t index) {
-    if (!t.defined() || t.scalar_type() != dtype || t.layout() != at::kStrided) return false;
+    if (!t.defined() || (t.key_set().raw_repr() & ~USUAL.raw_repr())) return false;
+    if (t.scalar_type() != dtype || t.layout() != at::kStrided) return false;
     if (index < 0 ? !t.device().is_cpu() : !(t.device().is_cuda() && t.device().index() == index)) return false;
-    if (t.key_set().has_any(ODD) || !t.is_contiguous()) return false;
+    if (!t.is_contiguous()) return false;
     return index < 0 || !((uintptr_t)t.const_data_ptr() & 15);
 }
 
@@ -233,6 +234,11 @@ struct EsperBackward : public Node {
         for (auto& s : saved) s.reset_data();
     }
 
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {  // nothing to trace here
+        pybind11::gil_scoped_acquire gil;
+        pybind11::handle(entry->shared->gradients.object).attr("not_traced")();
+    }
+
     variable_list apply(variable_list&& cotangents) override {
         std::lock_guard<std::mutex> lock(mutex_);
         Shared& shared = *entry->shared;
@@ -246,8 +252,11 @@ struct EsperBackward : public Node {
         for (auto& c : cotangents) slots.push_back(c);
         const size_t given = slots.size();
         bool easy = !at::GradMode::is_enabled();
-        for (size_t i = 0; easy && i < given; i++)
-            easy = slots[i].defined() && plain(slots[i], slots[i].scalar_type(), shared.index);
+        const auto& kept = entry->paths[1]->kept;  // hooks give back what they like; the engine checks cotangents
+        for (size_t i = 0; easy && i < given; i++) {
+            easy = plain(slots[i], i < kept.size() ? kept[i].dtype : slots[i].scalar_type(), shared.index);
+            easy = easy && (i >= kept.size() || slots[i].sizes() == at::IntArrayRef(kept[i].sizes));
+        }
         if (easy) {
             c10::OptionalDeviceGuard guard;
             if (shared.index >= 0) guard.reset_device(at::Device(at::kCUDA, (c10::DeviceIndex)shared.index));
@@ -368,11 +377,10 @@ PyObject* wrapped(const Path& path, std::vector<Tensor>& slots) {
     PyObject* out = PyTuple_New(path.outputs.size());
     for (size_t i = 0; out && i < path.outputs.size(); i++) {
         PyObject* item = THPVariable_Wrap(slots[path.outputs[i]]);
-        if (!item) {
-            Py_DECREF(out);
-            return nullptr;
-        }
-        PyTuple_SET_ITEM(out, i, item);
+        if (item)
+            PyTuple_SET_ITEM(out, i, item);
+        else
+            Py_CLEAR(out);
     }
     return out;
 }
@@ -399,11 +407,9 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t n) {
     }
     const Path* path = entry->paths[asked].get();
     if (!path) Py_RETURN_NONE;
-    bool done;
-    {
-        pybind11::gil_scoped_release others_may_run;
-        done = execute(path->plan, slots, *shared);
-    }
+    auto others_may_run = std::make_optional<pybind11::gil_scoped_release>();
+    const bool done = execute(path->plan, slots, *shared);
+    others_may_run.reset();
     if (!done) Py_RETURN_NONE;
     if (asked) connect(entry, *path, slots, shared->dtypes.size());
     return wrapped(*path, slots);
@@ -427,11 +433,15 @@ PyObject* learn(PyObject*, PyObject* args) {
         if (i < inputs) Py_RETURN_FALSE;
     if (inputs > 64 || path->plan.run->nslots != inputs + (int64_t)path->plan.fresh.size()) Py_RETURN_FALSE;
     Key key;
+    std::vector<Fresh> known;
     for (pybind11::handle shape : pybind11::reinterpret_borrow<pybind11::sequence>(shapes)) {
         auto sizes = integers(shape.ptr());
+        known.push_back({sizes, {}, block->shared->dtypes.at(known.size())});
         key.push_back((int64_t)sizes.size());
         key.insert(key.end(), sizes.begin(), sizes.end());
     }
+    known.insert(known.end(), path->plan.fresh.begin(), path->plan.fresh.end());
+    for (int64_t i : path->saved) path->kept.push_back(known.at(i));
     if (block->entries.size() >= LIMIT) block->entries.clear();
     auto& entry = block->entries[key];
     if (!entry) {

@@ -22,6 +22,7 @@ from runtime.memo import Memo
 from runtime.watch import Watched
 
 Mask = tuple[bool, ...]
+Saved = tuple[tuple[int, str, torch.Size, torch.dtype], ...]
 PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Classes whose tensors are what they seem; others dispatch, and take the operators."""
 
@@ -35,7 +36,7 @@ class Gradients:
         self, program: Program, counters: Counters, ready: Callable[..., Ready], debug: bool
     ) -> None:
         self.program, self.counters, self.ready, self._debug = program, counters, ready, debug
-        self._memo: Memo[Any, tuple[Ready, tuple[int, ...]]] = Memo(READY_LIMIT)
+        self._memo: Memo[Any, tuple[Ready, tuple[int, ...], Saved]] = Memo(READY_LIMIT)
         self.recover: Callable[..., Sequence[Tensor | None]] | None = None  # after a launch failed
 
     @property
@@ -49,9 +50,9 @@ class Gradients:
         pairs = zip(interface.inputs, mask, strict=True)
         return tuple(s.name for s, asked in pairs if asked and s.name in interface.differentiable)
 
-    def plan(self, mask: Mask, dims: Dims) -> tuple[Ready, tuple[int, ...]] | None:
-        """The plan that gives these gradients, and per input of the interface the slot of its gradient
-        (-1: None); None when no differentiable input asks."""
+    def plan(self, mask: Mask, dims: Dims) -> tuple[Ready, tuple[int, ...], Saved] | None:
+        """The plan that gives these gradients, per input of the interface the slot of its gradient (-1:
+        None), and what it reads of the saved tensors; None when no differentiable input asks."""
         found = self._memo.get((mask, dims))
         if found is not None:
             return found
@@ -61,7 +62,14 @@ class Gradients:
         ready = self.ready("backward", dims, wanted)
         slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))
         names = [s.name for s in self.program.interface.inputs]
-        found = (ready, tuple(slot.get(n, -1) if m else -1 for n, m in zip(names, mask, strict=True)))
+        returns = tuple(slot.get(n, -1) if m else -1 for n, m in zip(names, mask, strict=True))
+        reads = ready.layout.expected
+        saved = tuple(
+            (at, name, torch.Size(shape), getattr(torch, dtype))
+            for at, name, shape, dtype in reads
+            if at < self.program.saved_count
+        )
+        found = (ready, returns, saved)
         return found if self._debug else self._memo.put((mask, dims), found)
 
     def describe(self, mask: Mask, dims: Dims) -> tuple[Any, ...] | None:
@@ -70,6 +78,16 @@ class Gradients:
         found = self.plan(mask, dims)
         run = found[0].described() if found is not None else None
         return None if found is None or run is None else (*run, found[1])
+
+    def not_traced(self) -> None:
+        """E0817: what `runtime/_node.cpp` answers to compiled autograd."""
+        artifact_id = self.program.artifact_id
+        raise fail(
+            "E0817",
+            f"{artifact_id} was called in eager mode, and compiled autograd would trace its backward",
+            node=artifact_id,
+            hint="compile the whole step with torch.compile, or set ESPER_NODE=0",
+        )
 
     def __call__(
         self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
@@ -87,12 +105,27 @@ class Gradients:
     def _run(
         self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
+        try:
+            return self._launch(dims, mask, saved, cotangents)
+        except (EsperError, RuntimeError):
+            if all(t is None or torch._C._has_storage(t) for t in (*saved, *cotangents)):
+                raise
+            raise no_transform(self.program.artifact_id) from None  # vmap stands behind them
+
+    def _launch(
+        self, dims: Dims, mask: Mask, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
         found = self.plan(mask, dims)
         if found is None or all(c is None for c in cotangents):
             return [None] * len(mask)
-        ready, returns = found
+        ready, returns, reads = found
         slots: list[Any] = [*saved, *cotangents]
-        low = 15 if self.program.index >= 0 else 0
+        index = self.program.index
+        for at, name, shape, dtype in reads:
+            tensor = slots[at]
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.get_device() != index:
+                raise not_as_saved(self.program.artifact_id, name, tensor, shape, dtype)
+        low = 15 if index >= 0 else 0
         for tensor in slots:
             if tensor is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() & low:
                 slots = self.program.backward_feeds(dims, saved, cotangents, self.counters)
@@ -248,7 +281,21 @@ def no_transform(artifact_id: str) -> EsperError:
     """E0817."""
     return fail(
         "E0817",
-        f"{artifact_id} inside a torch.func transform or forward-mode differentiation",
+        f"{artifact_id} inside a torch.func transform, vmap (is_grads_batched), or forward-mode autograd",
         node=artifact_id,
         hint="use the eager twin there: runtime.twin(id)",
+    )
+
+
+def not_as_saved(
+    artifact_id: str, name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype
+) -> EsperError:
+    """E0811, E0810, E0814: a hook on saved tensors gave back something else."""
+    code = "E0811" if tensor.dtype is not dtype else "E0810" if tensor.shape != shape else "E0814"
+    return fail(
+        code,
+        f"saved tensor {name} came back as {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
+        f"was {dtype} {list(shape)}",
+        node=artifact_id,
+        hint="the unpack hook of saved_tensors_hooks must give back what was packed",
     )

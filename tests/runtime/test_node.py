@@ -3,14 +3,22 @@ kept."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import multiprocessing
+import pickle
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +33,7 @@ pytestmark = pytest.mark.skipif(
     not node.available(), reason=f"THE AUTOGRAD NODE IS NOT HERE ({node.state()}): its tests did not run"
 )
 Leaves = tuple[Tensor, Tensor, Tensor]
+Pair = tuple[runtime.Block, runtime.Block]
 
 
 def leaves(rows: int = 5) -> Leaves:
@@ -34,7 +43,7 @@ def leaves(rows: int = 5) -> Leaves:
 
 
 @pytest.fixture
-def both(put: Put) -> tuple[runtime.Block, runtime.Block]:
+def both(put: Put) -> Pair:
     """One artifact twice: through the node, and through Python alone."""
     name = put_two_way(put)
     with_node, without = (runtime.load(name, functional=True) for _ in range(2))
@@ -50,7 +59,7 @@ def through_the_node(block: runtime.Block, call: Callable[[], object]) -> int:
     return block._state.launched() - before
 
 
-def test_calls_and_backwards_go_through_it(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_calls_and_backwards_go_through_it(both: Pair) -> None:
     block, _ = both
     x, w, r = leaves()
     y, z = block(x, w, r)
@@ -66,9 +75,7 @@ MASKS = [(True, True, True), (True, False, False), (False, True, False), (False,
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("flow", ["dense", "expanded", "strided", "only y", "only z"])
-def test_the_bits_are_those_of_the_python_path(
-    both: tuple[runtime.Block, runtime.Block], mask: tuple[bool, ...], flow: str
-) -> None:
+def test_the_bits_are_those_of_the_python_path(both: Pair, mask: tuple[bool, ...], flow: str) -> None:
     found = []
     for block in both:
         tensors = [t.detach().requires_grad_(asked) for t, asked in zip(leaves(), mask, strict=True)]
@@ -82,7 +89,7 @@ def test_the_bits_are_those_of_the_python_path(
         assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
 
 
-def test_odd_inputs_are_answered_as_before(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_odd_inputs_are_answered_as_before(both: Pair) -> None:
     block, plain = both
     x, w, r = (t.detach() for t in leaves())
     for odd in (x.t().contiguous().t(), torch.view_as_complex(torch.stack((x, -x), -1)).conj().imag):
@@ -95,7 +102,7 @@ def test_odd_inputs_are_answered_as_before(both: tuple[runtime.Block, runtime.Bl
         assert one.value.code == other.value.code
 
 
-def test_twice_only_when_retained_and_never_after_a_change(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_twice_only_when_retained_and_never_after_a_change(both: Pair) -> None:
     x, w, r = leaves()
     y, _ = both[0](x, w, r)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
@@ -109,7 +116,7 @@ def test_twice_only_when_retained_and_never_after_a_change(both: tuple[runtime.B
         y.sum().backward()
 
 
-def test_double_backward_is_refused_by_name(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_double_backward_is_refused_by_name(both: Pair) -> None:
     x, w, r = leaves()
     (dx,) = torch.autograd.grad(both[0](x, w, r)[0].sum(), x, create_graph=True)
     with pytest.raises(EsperError) as refused:
@@ -117,7 +124,7 @@ def test_double_backward_is_refused_by_name(both: tuple[runtime.Block, runtime.B
     assert refused.value.code == "E0816"
 
 
-def test_hooks_on_saved_tensors(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_hooks_on_saved_tensors(both: Pair) -> None:
     x, w, r = leaves()
     plain = torch.autograd.grad(both[1](x, w, r)[0].sum(), (x, w, r))
     seen: list[torch.Size] = []
@@ -136,7 +143,173 @@ def test_hooks_on_saved_tensors(both: tuple[runtime.Block, runtime.Block]) -> No
         )
 
 
-def test_an_error_of_a_hook_reaches_the_caller(both: tuple[runtime.Block, runtime.Block]) -> None:
+def inner(block: runtime.Block) -> None:
+    with torch.enable_grad():
+        block(*leaves(3))[0].sum().backward()
+
+
+def test_backwards_in_backwards(both: Pair) -> None:
+    block, plain = both
+    x, w, r = leaves()
+    expected = torch.autograd.grad(plain(x, w, r)[0].sum(), (x, w, r))
+    y, _ = block(x, w, r)
+    y.register_hook(lambda g: inner(block))
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, w, r)), expected))
+    with saved_tensors_hooks(lambda t: t, lambda t: inner(block) or t):
+        y, _ = block(x, w, r)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, w, r)), expected))
+
+
+@pytest.mark.parametrize(
+    ("unpack", "code"),
+    [(lambda t: t.double(), "E0811"), (lambda t: t[:1].clone(), "E0810"), (lambda t: t.to("meta"), "E0814")],
+    ids=["dtype", "shape", "device"],
+)
+def test_a_saved_tensor_that_comes_back_as_another_is_refused(
+    both: Pair, unpack: Callable[[Tensor], Tensor], code: str
+) -> None:
+    """Its memory would be read as what was saved."""
+    for block in both:
+        with saved_tensors_hooks(lambda t: t, unpack):
+            y, _ = block(*leaves())
+        with pytest.raises(EsperError) as refused:
+            y.sum().backward()
+        assert refused.value.code == code
+
+
+def test_vmap_over_a_backward_is_refused_by_name(both: Pair) -> None:
+    for block in both:
+        x, w, r = leaves()
+        y, _ = block(x, w, r)
+        with pytest.raises(EsperError) as refused:
+            torch.autograd.grad(y, x, torch.stack((y, y)).detach(), is_grads_batched=True)
+        assert refused.value.code == "E0817"
+
+
+def test_compiled_autograd_is_refused_by_name(both: Pair) -> None:
+    for block, refuses in zip(both, (True, False), strict=True):
+        x, w, r = leaves()
+        y, _ = block(x, w, r)
+        with compiled_autograd._enable(lambda graph: graph):
+            if refuses:
+                with pytest.raises(EsperError) as refused:
+                    y.sum().backward()
+                assert refused.value.code == "E0817" and "ESPER_NODE=0" in str(refused.value.hint)
+            else:
+                y.sum().backward()
+                assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode(both: Pair) -> None:
+    for block in both:
+        x, w, r = leaves()
+        with torch.autograd.detect_anomaly():
+            y, _ = block(x, w, r)
+            assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0] is not None
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                torch.autograd.grad(y, x, torch.full_like(y, float("nan")))
+
+
+def test_tensors_that_are_no_leaves_and_outputs_that_are_changed(both: Pair) -> None:
+    found = []
+    for block in both:
+        x, w, r = leaves()
+        unused = torch.ones(3, requires_grad=True)
+        y, z = block(x * 2, w, r[:])
+        y.mul_(3)
+        z.add_(y)
+        asked = torch.autograd.grad(z.sum(), (x, w, r, unused), allow_unused=True)
+        assert asked[3] is None
+        found.append(asked[:3])
+    assert all(map(torch.equal, *found))
+
+
+def test_copies_go_through_it_too(both: Pair) -> None:
+    x, w, r = leaves()
+    for block in (copy.deepcopy(both[0]), pickle.loads(pickle.dumps(both[0]))):
+        block(x, w, r)
+        assert through_the_node(block, lambda: block(x, w, r)[0].sum().backward())  # noqa: B023
+
+
+def test_inside_a_compiled_module(both: Pair) -> None:
+    class Host(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = both[0]
+
+        def forward(self, x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+            y, z = self.block(x * 2, w, r)
+            return (y + z).sum()
+
+    x, w, r = leaves()
+    compiled = torch.compile(Host(), backend="aot_eager", fullgraph=True)
+    one, other = (torch.autograd.grad(f(x, w, r), (x, w, r)) for f in (compiled, Host()))
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_long_chain_is_dropped_without_recursion(both: Pair) -> None:
+    _, w, r = leaves(1)
+    y = r
+    for _ in range(30_000):
+        y, _ = both[0](y, w, r)
+    del y, _
+
+
+def _child(loss: Tensor, block: runtime.Block, queue: Any) -> None:
+    loss.backward()
+    block(*leaves())[0].sum().backward()
+    queue.put("done")
+
+
+def test_a_forked_process_goes_on(both: Pair) -> None:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_child, args=(both[0](*leaves())[0].sum(), both[0], queue))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and queue.get(timeout=5) == "done"
+
+
+AT_EXIT = """
+import sys, torch, runtime
+block = runtime.load(sys.argv[1], functional=True)
+leaves = [torch.ones(5, 8, requires_grad=True), torch.ones(8, requires_grad=True)]
+kept = [block(*leaves, leaves[0]) for _ in range(3)]
+kept[-1][0].grad_fn.register_hook(lambda *_: None)
+torch.kept, torch.state = kept, block._state
+assert block._state.launched()
+"""
+
+
+def test_an_interpreter_ends_with_graphs_alive(put: Put) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT, put_two_way(put)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def resident() -> int:
+    """KiB of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+
+
+def test_calls_leave_no_memory_behind(both: Pair) -> None:
+    x, w, r = leaves()
+    flow = torch.ones(5, a.N)
+
+    def calls(count: int) -> int:
+        for _ in range(count):
+            torch.autograd.grad(both[0](x, w, r)[0], x, flow)
+        gc.collect()
+        return resident()
+
+    calls(2000)
+    before = calls(2000)
+    assert calls(20_000) - before < 1024  # fewer than 50 bytes a call
+
+
+def test_an_error_of_a_hook_reaches_the_caller(both: Pair) -> None:
     class Mine(Exception): ...
 
     def pack(_: Tensor) -> Tensor:
@@ -146,7 +319,7 @@ def test_an_error_of_a_hook_reaches_the_caller(both: tuple[runtime.Block, runtim
         both[0](*leaves())
 
 
-def test_from_many_threads(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_from_many_threads(both: Pair) -> None:
     block, plain = both
     wrong: list[int] = []
 
@@ -183,7 +356,7 @@ def test_nothing_is_kept(put: Put) -> None:
     assert len([o for o in gc.get_objects() if isinstance(o, functions.Gradients)]) < count
 
 
-def test_more_sizes_than_are_remembered(both: tuple[runtime.Block, runtime.Block]) -> None:
+def test_more_sizes_than_are_remembered(both: Pair) -> None:
     block, _ = both
     w = leaves()[1]
     for rows in range(1, 300):
