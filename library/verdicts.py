@@ -35,6 +35,7 @@ def record_verdict(
     """See Library.record_verdict."""
     core.refuse_readonly()
     record = known(core, artifact_id)
+    _refuse_final(record, VALIDATED if passed else REJECTED)
     unpack(core.blobs.read(record.digest))
     open_provenance(core.index, core.trust, record)
     signer, text = core.signer("validator"), canonical_json(dict(report))
@@ -58,18 +59,22 @@ def record_verdict(
     return found
 
 
+def _refuse_final(record: ArtifactRecord, result: str) -> None:
+    if record.state != PENDING_BENCHMARKING and (record.state, result) != (VALIDATED, VALIDATED):
+        raise fail(
+            "E0725",
+            f"{record.id} is {record.state}; a verdict {result} cannot change that",
+            node=record.id,
+            hint="revoke it, or compile again",
+        )
+
+
 def insert_verdict(
     core: Core, artifact_id: str, values: Mapping[str, Any], report: Mapping[str, Any]
 ) -> None:
     """The rows and ledger entry of a verdict whose signature holds; inside a transaction. E0725."""
     record, result = known(core, artifact_id), values["result"]
-    if record.state != PENDING_BENCHMARKING and (record.state, result) != (VALIDATED, VALIDATED):
-        raise fail(
-            "E0725",
-            f"{artifact_id} is {record.state}; a verdict {result} cannot change that",
-            node=artifact_id,
-            hint="revoke it, or compile again",
-        )
+    _refuse_final(record, result)
     data = {k: values[k] for k in ("result", "reason", "report", "keyid", "arch", "card")}
     data["envelope"] = sha256_hex(values["envelope"])
     seq = ledger.append(core.index, "artifact.verdict", artifact_id, data)

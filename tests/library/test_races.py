@@ -208,3 +208,14 @@ def test_a_lost_text_in_another_spelling_is_replaced(lib: Library, home: Path) -
     object_path(home, first.text_digest).unlink()
     assert [r.action for r in repair(lib, lib.artifacts(), {})] == ["restored"]
     assert lib.blueprint_text(record.blueprint).decode() == text_of(0)
+
+
+def test_an_archived_artifact_is_not_judged(lib: Library, fast_tmp: Path) -> None:
+    """Its bytes are elsewhere: the refusal is about its state, not about lost bytes."""
+    artifact = validated(lib)
+    lib.archive([artifact], fast_tmp / "b")
+    lib.collect(grace_s=0, dry_run=False)
+    for passed in (True, False):
+        with pytest.raises(EsperError) as error:
+            lib.record_verdict(artifact, {"policy": "p"}, passed=passed)
+        assert error.value.code == "E0725" and "ARCHIVED" in error.value.message
