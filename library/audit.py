@@ -16,7 +16,7 @@ from library.errors import fail
 from library.loading import open_provenance, open_verdict
 from library.manifest import unpack
 from library.query import facts_of, known_facts
-from library.records import ARCHIVED, SUPERSEDED, VALIDATED, ArtifactRecord, Verdict
+from library.records import SUPERSEDED, VALIDATED, ArtifactRecord, Verdict
 from library.verdicts import open_annotation, signed_facts
 
 CORRUPT, UNTRUSTED, UNAVAILABLE, REFUSED, EXPIRED = (
@@ -153,7 +153,7 @@ def _read(look: _Look, digest: str) -> bytes:
 
 
 def _check_objects(look: _Look, record: ArtifactRecord) -> None:
-    if record.state == ARCHIVED:
+    if record.away:
         return
     files = [f.digest for f in rows.side_files(look.lib.index, record.id)]
     for digest in (record.digest, *files):
@@ -187,7 +187,7 @@ def _check_provenance(look: _Look, record: ArtifactRecord) -> None:
     listed = rows.side_files(look.lib.index, record.id)
     if {f.name: f.digest for f in listed} != signed:
         raise fail("E0763", f"rows of side files of {record.id} are not those that the compiler signed")
-    for file in listed if record.state != ARCHIVED else ():
+    for file in listed if not record.away else ():
         if look.lib.blobs.has(file.digest) and look.lib.blobs.size(file.digest) != file.size:
             raise fail("E0763", f"row says {file.size} bytes for {file.name} of {record.id}")
 

@@ -92,6 +92,11 @@ class ArtifactRecord:
     created: float
     seq: int
 
+    @property
+    def away(self) -> bool:
+        """Whether its bytes lie in an archive and need not be here."""
+        return ARCHIVED in (self.state, self.previous_state if self.state == REVOKED else "")
+
     def to_json(self) -> dict[str, Any]:
         """As data, for `--json`."""
         return dict(self.__dict__)

@@ -14,7 +14,7 @@ from library.canon import canonical_json, parse_json, sha256_hex
 from library.core import Core
 from library.manifest import blueprint_text, unpack
 from library.query import facts_of, known_facts
-from library.records import ARCHIVED, VALIDATED, ArtifactRecord
+from library.records import VALIDATED, ArtifactRecord
 from library.verdicts import known, rank_again, signed_facts
 
 
@@ -38,7 +38,7 @@ def repair(core: Core, records: Sequence[ArtifactRecord], objects: Mapping[str, 
     core.refuse_readonly()
     done: list[Repair] = []
     for record in records:
-        if record.state == ARCHIVED:
+        if record.away:
             continue
         for digest, what in _wanted(core, record):
             if not _sound(core, digest):

@@ -156,22 +156,26 @@ def for_loading(index: Index, artifact_id: str) -> tuple[ArtifactRecord, tuple[A
     return (ArtifactRecord(*row[5:]), row[:5]) if row else None
 
 
+# Artifacts whose bytes are here: `ArtifactRecord.away` as SQL.
+_HERE = "a.state <> 'ARCHIVED' AND NOT (a.state = 'REVOKED' AND a.previous_state = 'ARCHIVED')"
+
+
 def referenced(index: Index, digest: str) -> bool:
     """Whether any row names an object. An archived artifact keeps its row but not its bytes."""
-    text = """SELECT EXISTS (SELECT 1 FROM artifacts WHERE digest = ?1 AND state <> 'ARCHIVED')
+    text = f"""SELECT EXISTS (SELECT 1 FROM artifacts a WHERE a.digest = ?1 AND {_HERE})
         OR EXISTS (SELECT 1 FROM blueprints WHERE text_digest = ?1)
         OR EXISTS (SELECT 1 FROM verdicts WHERE report = ?1)
         OR EXISTS (SELECT 1 FROM side_files s JOIN artifacts a ON a.num = s.artifact
-                   WHERE s.digest = ?1 AND a.state <> 'ARCHIVED')"""
+                   WHERE s.digest = ?1 AND {_HERE})"""
     row = index.row(text, (digest,))
     return bool(row and row[0])
 
 
 def referenced_digests(index: Index) -> list[str]:
     """Every object that some row needs present."""
-    text = """SELECT digest FROM artifacts WHERE state <> 'ARCHIVED' UNION SELECT text_digest FROM blueprints
+    text = f"""SELECT a.digest FROM artifacts a WHERE {_HERE} UNION SELECT text_digest FROM blueprints
         UNION SELECT report FROM verdicts UNION SELECT s.digest FROM side_files s
-        JOIN artifacts a ON a.num = s.artifact WHERE a.state <> 'ARCHIVED'"""
+        JOIN artifacts a ON a.num = s.artifact WHERE {_HERE}"""
     return [row[0] for row in index.rows(text)]
 
 

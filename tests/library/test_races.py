@@ -219,3 +219,16 @@ def test_an_archived_artifact_is_not_judged(lib: Library, fast_tmp: Path) -> Non
         with pytest.raises(EsperError) as error:
             lib.record_verdict(artifact, {"policy": "p"}, passed=passed)
         assert error.value.code == "E0725" and "ARCHIVED" in error.value.message
+
+
+def test_an_archived_artifact_that_is_revoked_is_not_missed(lib: Library, fast_tmp: Path) -> None:
+    """Its bytes lie in the archive and are wanted no more: nothing is lost, and nothing is to repair."""
+    artifact = lib.put_artifact(make_container(), side_files={"k.ptx": b"ptx"}).id
+    lib.record_verdict(artifact, {"policy": "p"}, passed=True)
+    lib.archive([artifact], fast_tmp / "b")
+    lib.revoke(artifact, "bad")
+    lib.collect(grace_s=0, dry_run=False)
+    assert not lib.blobs.has(lib.record(artifact).digest)
+    assert repair(lib, lib.artifacts(), {}) == []
+    refused("E0742", lib.load, artifact)
+    refused("E0724", lib.restore, fast_tmp / "b")
