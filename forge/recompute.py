@@ -58,7 +58,7 @@ def _first_better(
             refused[value] = Refusal(value, "recompute", made)
             continue
         spared = before - _moved(made, sizes)
-        if spared >= max(LEAST, WORTH * before):
+        if spared > 0 and spared >= max(LEAST, WORTH * before):
             refused.pop(value, None)
             return made
         why = Rejected("bytes", f"computing it again spares {spared} bytes")

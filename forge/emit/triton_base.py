@@ -107,7 +107,7 @@ class Kernel:
     def compute(self, stmt: Compute) -> None:
         # Numbers alone become tensors, since a Python number has no type to be rounded to.
         alone = "" if stmt.args else self.one()
-        fast = self.fast and (isinstance(self.plan.tile, PointTile) or "c" in self.axes[stmt.name])
+        fast = self.fast and (isinstance(self.plan.tile, PointTile) or self.axes[stmt.name] == "rc")
         text = spell(stmt.expr, list(stmt.args), self.interpreted, alone, fast)
         plain = stmt.dtype in (DType.float32, DType.bool) and all(
             self.dtypes[a].compute is DType.float32 for a in stmt.args
@@ -175,7 +175,11 @@ def statement(k: Kernel, s: Stmt, index: list[str], masks: dict[str, str]) -> No
         access = k.plan.accesses[s.access]
         # A value along an axis of size 1 is written by the one position that the mask leaves.
         axes = k.access_axes(access) + k.axes[s.value]
-        k.store(access, s.value, index, k.mask(axes, masks), k.axes[s.value])
+        mask = k.mask(axes, masks)
+        if isinstance(k.plan.tile, RowTile) and "r" not in axes:
+            # One program writes what is the same for all rows: thousands of them would wait for one line.
+            mask = " & ".join(("(pid == 0)", *([mask] if mask else [])))
+        k.store(access, s.value, index, mask, k.axes[s.value])
     elif s.axis == "row":
         value = masked(k.whole(s.arg), masks.get("c", ""), identity(s.combine, k.dtypes[s.name]))
         k.w.line(f"{s.name} = tl.reduce({value}, 1, {COMBINE[s.combine]}, keep_dims=True)")

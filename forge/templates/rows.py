@@ -152,12 +152,23 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     return False
 
 
-def _tile(given: RowsInput, space: tuple[Dim, ...]) -> RowTile:
+def _across(accesses: list[Access]) -> bool:
+    """Memory runs along the rows' axis: of the accesses to most axes none steps by 1 along the columns, and
+    one does along an axis before. A square tile then reads whole lines.
+    """
+    reach = max((sum(s != ZERO for s in a.strides) for a in accesses), default=0)
+    full = [a for a in accesses if sum(s != ZERO for s in a.strides) == reach and a.buffer != INDEX]
+    return any(ONE in a.strides[:-1] for a in full) and all(a.strides[-1] != ONE for a in full)
+
+
+def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
     """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn,
     last first, the next block loaded while one is worked on; else one block of rows a program.
     """
     row_reduce, col_reduce = reduces(given.body.stmts)
     cols = space[-1].value(given.sizes)
+    if given.target.kind != "cpu" and not col_reduce and _across(accesses):
+        return RowTile(64, 64, 64, 8)
     if given.target.kind == "cpu":
         per = ADDED_ROWS if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
         return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
@@ -195,7 +206,7 @@ def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
 
 
 def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
-    tile = given.choose(space, accesses, _tile(given, space))
+    tile = given.choose(space, accesses, _tile(given, space, accesses))
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
@@ -245,9 +256,19 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
     for node_id in (n for n in names if n in given.stored):
         accesses.append(Access(node_id, given.graph.types[node_id].dtype, (ZERO, ONE)))
         stmts.append(Store(len(accesses) - 1, names[node_id]))
-    wide = 32 if given.target.kind != "cpu" else 1024
-    tile = SumTile(64, wide, 8) if given.target.kind != "cpu" else SumTile(1, wide, 1)
-    return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, wide), suffix="_sum")
+    tile = SumTile(1, 1024, 1)
+    if given.target.kind != "cpu":
+        tile = _sum_tile(parts.value(given.sizes), cols.value(given.sizes))
+    return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, tile.block_cols), suffix="_sum")
+
+
+def _sum_tile(parts: int, cols: int) -> SumTile:
+    """Some hundred programs where there are columns for them (at least 32 bytes each), and a block of partial
+    rows that leaves few steps: each waits for memory.
+    """
+    wide = min(max(next_pow2(cols // 128), 8), 32)
+    block = min(4096 // wide, next_pow2(max(parts, 1)))
+    return SumTile(block, wide, min(max(block * wide // 512, 1), 8))
 
 
 def _load(access: int, name: str) -> Stmt:
