@@ -19,7 +19,7 @@ from forge.target import Target
 from runtime.sandbox import Limits, ask
 
 COMPILERS = ("gcc", "cc", "clang")
-SECONDS = 60.0
+SECONDS = 600.0  # as for cubins: hundreds of kernels are one text, and a busy machine is slow
 # Bits: no contraction but where fma is written, integers wrap, errno and traps are of no interest (both let
 # loops become vector code without changing a value). Speed: partial redundancy elimination and jump threading
 # turn selections into branches, which do not become vector code. Bytes: no build id, no paths, no compiler
@@ -67,7 +67,7 @@ def find_compiler(wanted: str | None = None) -> Path:
 def compiler_version(compiler: Path) -> str:
     """First line of `--version`: part of an artifact's identity."""
     done = subprocess.run(
-        [str(compiler), "--version"], capture_output=True, text=True, timeout=SECONDS, env=_scrubbed()
+        [str(compiler), "--version"], capture_output=True, text=True, timeout=60.0, env=_scrubbed()
     )
     if done.returncode or not done.stdout.strip():
         raise EsperError("E0520", f"{compiler} does not run", hint=done.stderr[-500:], exit_code=EXIT_BACKEND)

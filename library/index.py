@@ -88,15 +88,17 @@ class Index:
             raise sql_error(error, home) from error
 
     def _connect(self) -> apsw.Connection:
-        name = self.home / DATABASE
+        # As a URI, since a name of a file may be bytes that no text spells.
+        name, flags = (self.home / DATABASE).as_uri(), apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_NOFOLLOW
         if not self.readonly:
-            flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_NOFOLLOW
-            return apsw.Connection(str(name), flags=flags)
+            return apsw.Connection(
+                f"{name}?mode=rwc", flags=flags | apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
+            )
         # A log needs shared memory beside it. On a medium that cannot be written there is neither, and then
         # the file cannot change under us: only so may it be opened as immutable.
         frozen = not os.access(self.home, os.W_OK) and not self._has_log()
-        flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_NOFOLLOW
-        return apsw.Connection(f"{name.as_uri()}?mode=ro{'&immutable=1' if frozen else ''}", flags=flags)
+        kind = f"mode=ro{'&immutable=1' if frozen else ''}"
+        return apsw.Connection(f"{name}?{kind}", flags=flags | apsw.SQLITE_OPEN_READONLY)
 
     def _has_log(self) -> bool:
         log, memory = (self.home / f"{DATABASE}{tail}" for tail in ("-wal", "-shm"))

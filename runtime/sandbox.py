@@ -150,6 +150,7 @@ def _communicate(
                 "E0831",
                 f"the worker {job['module']} ran longer than {limits.seconds:g} s",
                 node=job["module"],
+                hint="less work at once (a blueprint in parts), or a machine that is less busy",
                 details={"seconds": limits.seconds, "stderr": _tail(errors)},
             ) from None
         finally:
@@ -193,7 +194,8 @@ def _died(module: str, returncode: int, stderr: str) -> EsperError:
     if "MemoryError" in stderr or "bad_alloc" in stderr or "annot allocate memory" in stderr:
         return fail("E0832", f"the worker {module} ran out of memory ({name})", node=module, details=details)
     if returncode == -signal.SIGXCPU:
-        return fail("E0831", f"the worker {module} used up its processor time", node=module, details=details)
+        spent, hint = f"the worker {module} used up its processor time", "a blueprint in parts needs less"
+        return fail("E0831", spent, node=module, hint=hint, details=details)
     last = stderr.strip().rpartition("\n")[2][:500]
     return fail("E0830", f"the worker {module} died: {name}. {last}", node=module, details=details)
 

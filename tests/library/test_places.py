@@ -334,7 +334,7 @@ def test_collection_cuts_the_log(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a b#c?d%20e;f&g=h", "ü\u202e\n\t", "%41", "-rf", "'\"$(x)`", "x" * 200, "file:"]
+    "name", ["a b#c?d%20e;f&g=h", "ü\u202e\n\t", "caf\udce9", "%41", "-rf", "'\"$(x)`", "x" * 200, "file:"]
 )
 def test_odd_names_of_directories(fast_tmp: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A library anywhere, opened for writing, reading, in a snapshot, and by the command."""
