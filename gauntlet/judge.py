@@ -157,6 +157,11 @@ def materialise(arguments: int, result: int, spill: int) -> None:
 def probe(arguments: int, result: int, spill: int) -> None:
     """Does the device still compute? A fresh context, a small sum, its answer."""
     device = torch.device(decode_job(_read(arguments))[0]["device"])
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        absent = f"torch {torch.__version__} sees {torch.cuda.device_count()} CUDA cards"
+        os.write(result, json.dumps({"event": "probe", "good": False, "absent": absent}).encode() + b"\n")
+        os.write(result, b'{"event": "done"}\n')
+        return
     total = int(torch.arange(1 << 16, device=device).sum())
     os.write(
         result,

@@ -26,7 +26,7 @@ def place(home: Path, device: str) -> Path:
 
 def alive(device: str, server: ForkServer) -> str:
     """Empty when a fresh process computes on the device; else what happened, after a bounded number of
-    tries."""
+    tries. E0903 for one that is not in this machine: nothing is to be put aside."""
     what = ""
     for _ in range(TRIES):
         limits = Limits(seconds=PROBE_SECONDS, address_space=False)
@@ -34,6 +34,14 @@ def alive(device: str, server: ForkServer) -> str:
         answer = ending.last("probe")
         if ending.kind == FINISHED and answer and answer["good"]:
             return ""
+        if answer and answer.get("absent"):
+            raise EsperError(
+                "E0903",
+                f"no {device} in this machine: {answer['absent']}",
+                node=device,
+                hint="prove it on a machine that has the card; nothing was recorded",
+                exit_code=EXIT_BACKEND,
+            )
         what = ending.detail or ending.output.strip()[-200:] or "a wrong answer"
     return what
 

@@ -67,6 +67,20 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         pass
 
 
+def test_a_card_that_is_not_there_is_not_put_aside(home: Path) -> None:
+    artifact = put(home, toys.affine())
+    with ForkServer() as server:
+        try:
+            runner.prove(artifact, library=home, server=server, device="cuda:99")
+        except runner.EsperError as error:
+            assert error.code == "E0903" and error.exit_code == 16 and "cuda:99" in error.message
+            assert error.hint and "machine that has the card" in error.hint
+        else:
+            raise AssertionError("judged on a card that does not exist")
+    assert _states(home)[artifact] == "PENDING_BENCHMARKING"
+    assert not quarantine.place(home, "cuda:99").exists()
+
+
 def test_a_device_that_is_put_aside_judges_nothing(home: Path) -> None:
     """A server that runs no probe stands for a card that answers nobody."""
     artifact = put(home, toys.affine())
