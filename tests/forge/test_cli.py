@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from esper_ir.diagnostics import EXIT_BACKEND, EXIT_FAILURE, EXIT_NOT_FOUND, EXIT_USAGE
 from forge.cli import main
+from library.store import Library
 
 ROOT = Path(__file__).parents[2]
 RMS = str(ROOT / "examples" / "rmsnorm_residual.json")
@@ -262,6 +268,43 @@ def test_a_library_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     found = run("compile", written(tmp_path), "--target", "cpu", "--library", str(place), "--json")
     assert found.exit_code != 0 and document(found)["error"]["code"].startswith("E07")
     assert place.read_text() == "not a directory"
+
+
+def started(*words: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "forge.cli", *words, "--target", "cpu", "--json"]
+    env, pipe = {**os.environ, **environment}, subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_killed_in_the_middle_then_twice_at_once(esper_library: Path, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    killed, deadline = started("compile", path), time.monotonic() + 60
+    while not (esper_library / "esper.db").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, "it was done before: the test says nothing"
+    both = [started("compile", path) for _ in range(2)]
+    told = [json.loads(p.communicate(timeout=120)[0]) for p in both]
+    assert [p.returncode for p in both] == [0, 0]
+    assert len({t["artifacts"][0]["artifact_id"] for t in told}) == 1
+    with Library.open(esper_library, readonly=True) as library:
+        assert len(library.artifacts()) == 1
+
+
+def test_under_the_oldest_locale_and_without_a_home(tmp_path: Path) -> None:
+    """Names of files are bytes: spaces and other alphabets where Python can spell ASCII alone."""
+    folder = tmp_path / "a b ü 日本"
+    folder.mkdir()
+    path = written(folder)
+    places = {"ESPER_LIBRARY": str(folder / "library"), "ESPER_KEYS": str(folder / "keys")}
+    old = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/nonexistent"}
+    made = started("compile", path, **places, **old)
+    out, err = made.communicate(timeout=120)
+    assert made.returncode == 0 and json.loads(out)["artifacts"], err
+    missing = started("compile", f"{path} nö", **places, **old)
+    out, err = missing.communicate(timeout=120)
+    assert missing.returncode == EXIT_NOT_FOUND and json.loads(out)["error"]["code"] == "E0512", err
 
 
 @pytest.mark.parametrize("words", [["compile"], ["explain"], ["print", RMS, "--what", "all"], ["nothing"]])
