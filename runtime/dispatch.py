@@ -30,6 +30,7 @@ except ImportError:
 CPU, CUDA = 0, 1
 NULL_SLOT, NO_VARIANT = -1, -2
 ALIGNMENT = 16
+MAX_BUFFERS, MAX_ARGS, MAX_CHOICES = 256, 256, 64  # as in `runtime/_segment.h` and `runtime/_native.c`
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,13 @@ class NativeDispatch(Dispatch):
         assert _native is not None
         flat = iter(_native.counts(self.program))
         return tuple(tuple(next(flat) for _ in launch.choices) for launch in self.segment.launches)
+
+
+def fits_native(segment: Segment) -> bool:
+    """Whether the tables of `runtime/_segment.h` hold it; plans of hundreds of kernels go through ctypes."""
+    return max(segment.slots, len(segment.places)) <= MAX_BUFFERS and all(
+        len(step.args) <= MAX_ARGS - 8 and len(step.choices) <= MAX_CHOICES for step in segment.launches
+    )
 
 
 def encode(segment: Segment, driver: Driver | None) -> bytes:
@@ -291,4 +299,4 @@ def native_lookup() -> Callable[..., Any] | None:
 def dispatcher(segment: Segment, driver: Driver | None, device: int, native: bool | None = None) -> Dispatch:
     """The faster implementation at hand; `native` forces one."""
     wanted = native_available() if native is None else native
-    return (NativeDispatch if wanted else PythonDispatch)(segment, driver, device)
+    return (NativeDispatch if wanted and fits_native(segment) else PythonDispatch)(segment, driver, device)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import runtime
 from esper_ir.diagnostics import EsperError
-from runtime import functions, node
+from runtime import dispatch, functions, loader, node
 from tests.runtime import artifacts as a
 from tests.runtime.conftest import Put
 from tests.runtime.test_autograd import put_two_way
@@ -363,6 +363,21 @@ def test_more_sizes_than_are_remembered(both: Pair) -> None:
         x = torch.ones(rows, a.N, requires_grad=True)
         (dx,) = torch.autograd.grad(block(x, w, x)[0].sum(), x)
         assert dx.shape == x.shape
+
+
+def test_plans_beyond_the_native_tables(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = (node.HERE / "_segment.h").read_text()
+    for name in ("MAX_BUFFERS", "MAX_ARGS"):
+        assert f"#define {name} {getattr(dispatch, name)}\n" in header
+    name = put_two_way(put)
+    x, w, r = leaves()
+    plain = torch.autograd.grad(runtime.load(name, functional=True)(x, w, r)[0].sum(), (x, w, r))
+    loader.cache().release()
+    monkeypatch.setattr(dispatch, "MAX_BUFFERS", 3)
+    block = runtime.load(name, functional=True)
+    for _ in range(3):
+        assert all(map(torch.equal, torch.autograd.grad(block(x, w, r)[0].sum(), (x, w, r)), plain))
+    assert block._state.launched() == 0 and block.report()["counters"]["launches"]
 
 
 def test_off_by_the_environment(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
