@@ -139,19 +139,16 @@ class ViT(nn.Module):
         return self.head(self.norm(self.encoder(x))[:, 0])
 
 
-class GPT(nn.Module):
-    """A causal block with its mask in a buffer, tied token embeddings, and the loss."""
+class Causal(nn.Module):
+    """GPT-2's block: its mask in a buffer, GELU written out."""
 
-    def __init__(self, width: int = 8, length: int = 6, words: int = 11) -> None:
+    def __init__(self, width: int = 8, length: int = 6, heads: int = 2) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(length, width)
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.fc, self.proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.lm_head = nn.Linear(width, words, bias=False)
-        self.lm_head.weight = self.wte.weight
         self.register_buffer("bias", torch.tril(torch.ones(length, length)).view(1, 1, length, length))
-        self.drop, self.heads = nn.Dropout(0.0), 2
+        self.drop, self.heads = nn.Dropout(0.0), heads
 
     def attend(self, x: Tensor) -> Tensor:
         b, t, c = x.size()
@@ -160,12 +157,26 @@ class GPT(nn.Module):
         att = F.softmax(att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf")), dim=-1)
         return self.c_proj((self.drop(att) @ v).transpose(1, 2).contiguous().view(b, t, c))
 
-    def forward(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.wte(rows) + self.wpe(torch.arange(rows.shape[1], device=rows.device))
+    def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.ln_1(x))
         h = self.fc(self.ln_2(x))
         h = 0.5 * h * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
-        logits = self.lm_head(x + self.proj(h))
+        return x + self.proj(h)
+
+
+class GPT(nn.Module):
+    """A causal block between tied token embeddings, and the loss."""
+
+    def __init__(self, width: int = 8, length: int = 6, words: int = 11) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.block = Causal(width, length)
+        self.lm_head = nn.Linear(width, words, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.wte(rows) + self.wpe(torch.arange(rows.shape[1], device=rows.device))
+        logits = self.lm_head(self.block(x))
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
 
 
@@ -306,18 +317,18 @@ class Clusters(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A cell unrolled over the length, every step's output kept."""
+    """A cell unrolled over the length, which is one axis; every step's output is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: int = 1) -> None:
         super().__init__()
-        self.i2h, self.h2o = nn.Linear(6 + 5, 5), nn.Linear(5, 3)
+        self.i2h, self.h2o, self.axis = nn.Linear(6 + 5, 5), nn.Linear(5, 3), axis
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         out = []
-        for t in range(x.size(1)):
-            h = torch.tanh(self.i2h(torch.cat((x[:, t, :], h), dim=1)))
+        for t in range(x.size(self.axis)):
+            h = torch.tanh(self.i2h(torch.cat((x.select(self.axis, t), h), dim=1)))
             out.append(self.h2o(h))
-        return torch.stack(out, dim=1), h
+        return torch.stack(out, dim=self.axis), h
 
 
 class Frozen(nn.Module):
@@ -342,12 +353,14 @@ class LeNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 8, 3)
-        self.fc1, self.fc2, self.drop = nn.Linear(8 * 2 * 2, 12), nn.Linear(12, 10), nn.Dropout(p=0.0)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8 * 2 * 2, 12), nn.Linear(12, 10), nn.Linear(10, 7)
+        self.drop = nn.Dropout(p=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), kernel_size=2, stride=2)
         x = F.max_pool2d(F.relu(self.conv2(x)), kernel_size=2, stride=2)
-        return self.fc2(self.drop(F.relu(self.fc1(x.view(-1, 8 * 2 * 2)))))
+        x = F.relu(self.fc2(self.drop(F.relu(self.fc1(x.view(-1, 8 * 2 * 2))))))
+        return self.fc3(x)
 
 
 class Tokens(nn.Module):
@@ -418,12 +431,14 @@ NETWORKS: tuple[tuple[str, Callable[[], nn.Module], Shapes, bool], ...] = (
     ("dense", Dense, ((3, 4, 6, 8),), True),
     ("convnext", ConvNeXt, ((2, 8, 6, 5),), True),
     ("vit", ViT, ((3, 3, 8, 8),), True),
+    ("causal", Causal, ((3, 6, 8),), True),
     ("llama", Llama, ((3, 5, 16),), True),
     ("mixer", Mixer, ((3, 6, 8),), True),
     ("swin", Swin, ((3, 4, 4, 8),), True),
     ("state_space", StateSpace, ((2, 8, 2, 3),), False),
     ("clusters", Clusters, ((3, 5, 8),), True),
     ("recurrent", Recurrent, ((3, 4, 6), (3, 5)), True),
+    ("recurrent_by_time", lambda: Recurrent(0), ((4, 3, 6), (3, 5)), False),
     ("lenet", LeNet, ((3, 1, 16, 16),), True),
     ("tokens", Tokens, ((3, 3, 8, 8),), True),
     ("rectified", Rectified, ((3, 6, 8),), True),

@@ -14,6 +14,9 @@ from esper_ir.importers.torch_export import from_torch
 from esper_ir.text import parse, render
 from tests.esper_ir.chains import CHAINS, Chain
 from tests.esper_ir.networks import GPT, NETWORKS, tokens
+from tests.esper_ir.pictures import PICTURES, Shapes
+
+WHOLE = (*NETWORKS, *PICTURES)
 
 
 def inputs(shapes: Any, low: float = -1.0) -> tuple[Tensor, ...]:
@@ -52,6 +55,12 @@ def same(module: nn.Module, blueprint: Blueprint, given: tuple[Tensor, ...]) -> 
         torch.testing.assert_close(ours[name], value, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def larger(shapes: Shapes) -> Shapes:
+    """Twice the batch, in every input that has it."""
+    first = shapes[0][0]
+    return tuple((s[0] + first, *s[1:]) if s[0] == first else s for s in shapes)
+
+
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: c.name)
 def test_chain(chain: Chain) -> None:
     torch.manual_seed(0)
@@ -61,18 +70,19 @@ def test_chain(chain: Chain) -> None:
     same(module, blueprint, given)
     if chain.varies:
         assert set(blueprint.dims) == {"batch"}
-        first = chain.shapes[0][0]
-        shapes = [(s[0] + first, *s[1:]) if s[0] == first else s for s in chain.shapes]
-        same(module, blueprint, inputs(shapes, chain.low))
+        same(module, blueprint, inputs(larger(chain.shapes), chain.low))
 
 
-@pytest.mark.parametrize(("name", "make", "shapes", "varies"), NETWORKS, ids=[n[0] for n in NETWORKS])
+@pytest.mark.parametrize(("name", "make", "shapes", "varies"), WHOLE, ids=[n[0] for n in WHOLE])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_network(name: str, make: Any, shapes: Any, varies: bool, training: bool) -> None:
     torch.manual_seed(0)
     module = make().train(training)
     given = inputs(shapes)
-    same(module, from_torch(module, given, dynamic=0 if varies else None), given)
+    blueprint = from_torch(module, given, dynamic=0 if varies else None)
+    same(module, blueprint, given)
+    if varies:
+        same(module, blueprint, inputs(larger(shapes)))
 
 
 def test_tied_embeddings_and_loss() -> None:
