@@ -19,8 +19,8 @@ class Inception(nn.Module):
     """Four branches of one picture, joined: three convolutions, and a pool."""
 
     def __init__(
-        self, inner: int = 6, point: int = 3, three: Sequence[int] = (2, 4), five: Sequence[int] = (2, 3),
-        pooled: int = 2,
+        self, inner: int = 6, point: int = 3, three: tuple[int, int] = (2, 4),
+        five: tuple[int, int] = (2, 3), pooled: int = 2,
     ) -> None:  # fmt: skip
         super().__init__()
         self.branches = nn.ModuleList([
@@ -356,9 +356,10 @@ class Windowed(nn.Module):
         att = att * torch.clamp(self.scale, max=most).exp()
         bias = self.mlp(self.table)[self.index].view(n, n, -1).permute(2, 0, 1).contiguous()
         att = att + (16 * torch.sigmoid(bias)).unsqueeze(0)
-        if self.mask is not None:
-            count = self.mask.shape[0]
-            att = att.view(b // count, count, self.heads, n, n) + self.mask.unsqueeze(1).unsqueeze(0)
+        if self.shift:
+            mask = self.get_buffer("mask")
+            count = mask.shape[0]
+            att = att.view(b // count, count, self.heads, n, n) + mask.unsqueeze(1).unsqueeze(0)
             att = att.view(-1, self.heads, n, n)
         return self.proj((torch.softmax(att, -1) @ v).transpose(1, 2).reshape(b, n, c))
 
@@ -415,7 +416,8 @@ class SwinV2(nn.Module):
 
 
 Shapes = tuple[tuple[int, ...], ...]
-PICTURES: tuple[tuple[str, Callable[[], nn.Module], Shapes, bool], ...] = (
+Picture = tuple[str, Callable[[], nn.Module], Shapes, bool]
+PICTURES: tuple[Picture, ...] = (
     ("inception", Inception, ((3, 6, 7, 6),), True),
     ("deep_resnet", DeepResNet, ((2, 3, 20, 18),), True),
     ("vgg", Vgg, ((3, 3, 8, 8),), True),

@@ -14,6 +14,7 @@ from forge.service import compile_blueprint, front
 from library.store import Library
 from tests.esper_ir.chains import CHAINS, Chain
 from tests.esper_ir.networks import NETWORKS
+from tests.esper_ir.pictures import PICTURES, Picture
 from tests.esper_ir.random_chains import module_of
 from tests.esper_ir.test_import_torch import backward, inputs
 from tests.forge.whole import Machine, check, compared, rms
@@ -45,6 +46,22 @@ def test_every_chain_in_c(chain: Chain) -> None:
 @pytest.mark.parametrize("chain", EVERY, ids=lambda c: c.name)
 def test_every_chain_as_plans_for_the_card(chain: Chain) -> None:
     compiled(chain, "h100", "plans")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "backend"), [("cpu", "c"), ("h100", "plans")])
+@pytest.mark.parametrize("row", PICTURES, ids=lambda r: r[0])
+def test_every_picture(row: Picture, target: str, backend: str) -> None:
+    """Norms stand behind norms here: a gradient that cancels to nothing keeps roundings of its parts, which
+    are of the size of the cotangents.
+    """
+    torch.manual_seed(0)
+    _, make, shapes, _ = row
+    given = inputs(shapes)
+    work = front(from_torch(make(), given, dynamic=0), target)
+    found, wide, _ = compared(work, Machine(work, backend), {"batch": given[0].shape[0]})
+    for name, value in found.items():
+        assert rms(value.double() - wide[name].double()) <= 1e-4 * (rms(wide[name]) + 1.0), name
 
 
 @pytest.mark.slow
