@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -161,7 +162,9 @@ def _in_process(run: Run, block: Block, sizes: Sizes, first: bool, card: str = "
     return lines
 
 
-def _bounded(command: list[str], seconds: float, environment: Mapping[str, str]) -> str:
+def _bounded(
+    command: list[str], seconds: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """Empty when the process ended well; the process and all its children are gone afterwards."""
     process = subprocess.Popen(
         command,

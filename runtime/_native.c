@@ -18,7 +18,7 @@
 
 #include "_segment.h"
 
-static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape;
+static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape, *name_cpu;
 
 static void release(segment *s) {
     if (s) {
@@ -171,7 +171,13 @@ static int is_plain(PyObject *t, PyObject *dtype, PyObject *classes, long index)
     if (!(value = PyObject_CallMethodObjArgs(t, name_contiguous, NULL))) return -1;
     same = value == Py_True;
     Py_DECREF(value);
-    if (!same || index < 0) return same;
+    if (!same) return same;
+    if (index < 0) { /* so has a meta tensor */
+        if (!(value = PyObject_GetAttr(t, name_cpu))) return -1;
+        same = value == Py_True;
+        Py_DECREF(value);
+        return same;
+    }
     if (!(value = PyObject_CallMethodObjArgs(t, data_ptr, NULL))) return -1;
     uint64_t address = PyLong_AsUnsignedLongLong(value);
     Py_DECREF(value);
@@ -249,5 +255,6 @@ PyMODINIT_FUNC PyInit__native(void) {
     name_contiguous = PyUnicode_InternFromString("is_contiguous");
     name_grad = PyUnicode_InternFromString("requires_grad");
     name_shape = PyUnicode_InternFromString("shape");
+    name_cpu = PyUnicode_InternFromString("is_cpu");
     return PyErr_Occurred() ? NULL : PyModule_Create(&module);
 }

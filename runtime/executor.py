@@ -248,7 +248,7 @@ class Program:
         index = self.index
         for tensor, dtype in zip(tensors, self.dtypes, strict=False):
             plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
-            if not plain or (index >= 0 and tensor.data_ptr() & 15):
+            if not plain or (tensor.data_ptr() & 15 if index >= 0 else not tensor.is_cpu):
                 return self._admit_slowly(tensors, counters)
         return dims
 

@@ -208,7 +208,9 @@ def python_lookup(
             return None
         if tensor.get_device() != index or not tensor.is_contiguous():
             return None
-        if index >= 0 and tensor.data_ptr() & 15:
+        if (
+            tensor.data_ptr() & 15 if index >= 0 else not tensor.is_cpu
+        ):  # of a meta tensor the index is -1 too
             return None
         asked = asked or (grad and tensor.requires_grad)
     pair = hot.get(tuple([t.shape for t in tensors]))

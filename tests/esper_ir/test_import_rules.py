@@ -274,16 +274,15 @@ def test_precision_in_force_is_written_down() -> None:
         return [dict(n.attrs)["precision"] for n in from_torch(module, torch.randn(2, 3, 5)).nodes
                 if "precision" in dict(n.attrs)]  # fmt: skip
 
-    before = torch.backends.cudnn.allow_tf32
-    try:
-        torch.backends.cudnn.allow_tf32 = True
+    # As a context: torch's own test utilities, once imported, forbid to set these flags for good.
+    with torch.backends.cudnn.flags(allow_tf32=True):
         assert found() == ["tf32", "ieee"]
-        torch.backends.cudnn.allow_tf32 = False
+    try:
         torch.set_float32_matmul_precision("high")
-        assert found() == ["ieee", "tf32"]
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            assert found() == ["ieee", "tf32"]
     finally:
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def test_precision_by_the_switches_of_each_backend() -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import runtime
+from esper_ir.diagnostics import EsperError
 from library.launch import Buffer, KernelStep, LaunchManifest, Plan, TensorSpec
 from runtime import loader
 from runtime.functions import python_lookup
@@ -358,3 +359,16 @@ def test_the_native_lookup_says_what_the_python_one_says(put: Put) -> None:
     for wrong in ((), ({}, [], (), True), ({}, (), state.types, True), ([], [], state.types, True)):
         with pytest.raises(TypeError):
             native.lookup(*wrong)
+
+
+def test_a_meta_tensor_beside_others_is_refused_whatever_was_called_before(put: Put) -> None:
+    """Its device index is that of the processor; sizes that are known already must not let it through."""
+    fn = runtime.load(put(), functional=True)
+    x, w = torch.randn(5, a.N), torch.randn(a.N)
+    for block in (fn, runtime.load(fn.artifact_id, functional=True)):
+        block._state.node = None if block is not fn else block._state.node
+        for _ in range(2):
+            block(x, w)
+            with pytest.raises(EsperError) as refused:
+                block(x.to("meta"), w)
+            assert refused.value.code == "E0814"
