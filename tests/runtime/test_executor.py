@@ -133,7 +133,7 @@ def test_admitted_shapes_are_still_checked_on_the_fast_path() -> None:
     plan, x, w = p.launch.plans[0], torch.randn(3, a.N), torch.randn(a.N)
     p.run(plan, [x, w])
     refusal("E0811", p.run, plan, [x.double(), w])
-    refusal("E0818", p.run, plan, [x.to("meta"), w])
+    refusal("E0814", p.run, plan, [x.to("meta"), w])
 
 
 def test_no_general_variant_is_a_named_refusal() -> None:
