@@ -215,8 +215,12 @@ def _card_table(result: dict[str, Any]) -> str:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    if row is None or not row.get("correct", True):
-        return "-" if row is None else "wrong"
+    """Times; "wrong" for a result that is off, and the reason for one that did not come at all."""
+    if row is None:
+        return "-"
+    if not row.get("correct", True):
+        measured = row.get("dev_ms") is not None or row.get("wall_ms") is not None
+        return "wrong" if measured or not row.get("why") else str(row["why"])[:40]
     times = (row.get("dev_ms"), row.get("wall_ms"))
     return " / ".join("-" if time is None else f"{time:.3f}" for time in times)
 
