@@ -92,9 +92,10 @@ def judge(place: Path, total: Counter[str], record: Record) -> None:
     assert total["promised"] > 20 and total["loaded"] > 5 and total["killed"] > 0
 
 
-def test_a_storm_in_short(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
+@pytest.mark.timeout(600)
+def test_a_storm_of_a_minute(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=16, kills=4, seconds=8.0), record_property)
+    judge(tmp_path, storm(tmp_path, writers=16, kills=12, seconds=60.0), record_property)
 
 
 @pytest.mark.slow
