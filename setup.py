@@ -13,7 +13,9 @@ def extensions() -> list[Extension]:
     if not Path(__file__).with_name("runtime").joinpath("_native.c").exists():
         return []
     macros: list[tuple[str, str | None]] = [("Py_LIMITED_API", LIMITED_API)]
-    return [Extension("runtime._native", [SOURCE], define_macros=macros, py_limited_api=True, optional=True)]
+    module = Extension("runtime._native", [SOURCE], depends=["runtime/_segment.h"], define_macros=macros,
+                       py_limited_api=True, optional=True)  # fmt: skip
+    return [module]
 
 
 setup(ext_modules=extensions(), options={"bdist_wheel": {"py_limited_api": "cp311"}} if extensions() else {})
