@@ -1,0 +1,236 @@
+"""Commands as values, the queue they wait in, and the journal of what was done. No torch here.
+
+Nothing moves a slot but a command, and a command takes effect only at an epoch boundary, together with all
+others of that boundary, in the order of the slots. Each is carried out once, whatever its number of
+deliveries. The journal is a file of JSON lines that is only ever appended to; each line holds the hash of
+the one before, so that an edit, a cut in the middle or a swap shows; lineage is its replay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from runtime.seeds.errors import fail
+from runtime.seeds.lifecycle import Issuer, Verb
+
+GENESIS = "0" * 64
+SCHEMA = "esper-journal/1"
+
+
+class GraftingStrategy(str, Enum):
+    """How progress along a ramp is made (`runtime.seeds.grafting`)."""
+
+    FIXED_RAMP = "FIXED_RAMP"
+    PERFORMANCE_LINKED = "PERFORMANCE_LINKED"
+    DRIFT_CONTROLLED = "DRIFT_CONTROLLED"
+    GRAD_NORM_GATED = "GRAD_NORM_GATED"
+
+
+@dataclass(frozen=True)
+class Graft:
+    """What a graft is to be like; every field has the default of the design.
+
+    `operator`: lerp, add, mul, gate. `curve`: linear, sigmoid, cosine. `objective`: proximal, reconstruct,
+    ste, shadow. `isolate`: "until_fine_tuning" (the seed's input is detached until then), "always", "never".
+    `fossil`: "frozen", "train" (the host's learning rate). `ramp_steps` 0: the limits' number. `lr_scale`:
+    of the seed's group, by the first group of the host.
+    """
+
+    operator: str = "lerp"
+    curve: str = "linear"
+    objective: str = "proximal"
+    isolate: str = "until_fine_tuning"
+    fossil: str = "frozen"
+    ramp_steps: int = 0
+    lr_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class KasminaControlCommand:
+    """One command. `target_layer_id`: name of the wrapped module; `target_seed_id`: number of the chunk in
+    it. `kernel_artifact_id` is needed by request_germination alone. `issuer` says on whose behalf; `hard`
+    drops a graft at once where "cull" otherwise takes alpha down first."""
+
+    target_layer_id: str
+    target_seed_id: int
+    command: Verb
+    kernel_artifact_id: str = ""
+    selected_for_tags: tuple[str, ...] = ()
+    grafting_strategy: GraftingStrategy = GraftingStrategy.FIXED_RAMP
+    command_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    reason: str = ""
+    graft: Graft = Graft()
+    hard: bool = False
+    issuer: Issuer = Issuer.CONTROLLER
+
+    @property
+    def slot(self) -> str:
+        """Id of the slot that is meant: `layer/chunk`."""
+        return f"{self.target_layer_id}/{self.target_seed_id}"
+
+    def to_json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> KasminaControlCommand:
+        """Strict: E1013 for fields or values that are not known."""
+        try:
+            given = dict(data)
+            return cls(
+                **{
+                    **given,
+                    "command": Verb(given["command"]),
+                    "selected_for_tags": tuple(given.get("selected_for_tags", ())),
+                    "grafting_strategy": GraftingStrategy(given.get("grafting_strategy", "FIXED_RAMP")),
+                    "graft": Graft(**given.get("graft", {})),
+                    "issuer": Issuer(given.get("issuer", "controller")),
+                }
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise fail("E1013", f"not a command: {error}", node=str(data)[:80]) from None
+
+
+class Queue:
+    """Commands that wait for the boundary; each id is taken once, also across boundaries and resumes."""
+
+    def __init__(self) -> None:
+        self._waiting: list[KasminaControlCommand] = []
+        self._seen: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, command: KasminaControlCommand) -> bool:
+        """False when a command of this id was taken before."""
+        if command.command_id in self._seen:
+            return False
+        self._seen.add(command.command_id)
+        self._waiting.append(command)
+        return True
+
+    def take(self, order: Mapping[str, int]) -> list[KasminaControlCommand]:
+        """All that wait, in the order of the slots (`order`: number by slot id), then of their arrival."""
+        found, self._waiting = self._waiting, []
+        return sorted(found, key=lambda c: order.get(c.slot, len(order)))
+
+    def seen(self, ids: Iterable[str]) -> None:
+        """Remember ids that were carried out before (replay of a journal)."""
+        self._seen.update(ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waiting": [c.to_json() for c in self._waiting], "seen": sorted(self._seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._waiting = [KasminaControlCommand.from_json(c) for c in state["waiting"]]
+        self._seen = set(state["seen"])
+
+
+def line_hash(previous: str, body: Mapping[str, Any]) -> str:
+    """SHA-256 of the hash before and the line's own document, keys sorted."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=True)
+    return hashlib.sha256((previous + text).encode()).hexdigest()
+
+
+class Journal:
+    """Append-only, hash-chained. `path` None keeps it in memory.
+
+    A line is {"schema", "seq", "kind", "epoch", "step", ..., "previous", "hash"}. Kinds: "command" (applied:
+    slot, from, to, command), "refused", "fault", "rollback", "tombstone", "open".
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = Path(path) if path is not None else None
+        self.lines: list[dict[str, Any]] = []
+        if self.path is not None and self.path.exists():
+            self.lines = list(read(self.path, repair=True))
+
+    @property
+    def head(self) -> str:
+        return self.lines[-1]["hash"] if self.lines else GENESIS
+
+    def append(self, kind: str, **facts: Any) -> dict[str, Any]:
+        """One line, durable before this returns where there is a file."""
+        return self.extend([{"kind": kind, **facts}])[0]
+
+    def extend(self, bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Several lines in one write: all of a boundary, or (after a kill) a prefix that ends at a line."""
+        made: list[dict[str, Any]] = []
+        previous, seq = self.head, len(self.lines)
+        for body in bodies:
+            document = json.loads(json.dumps({"schema": SCHEMA, "seq": seq, **body, "previous": previous}))
+            document["hash"] = line_hash(previous, document)
+            made.append(document)
+            previous, seq = document["hash"], seq + 1
+        if made and self.path is not None:
+            _append(self.path, made)
+        self.lines.extend(made)
+        return made
+
+    def verify(self) -> None:
+        """E1011 names the first line that does not follow from those before it."""
+        check(self.lines)
+
+    def cut(self, length: int) -> None:
+        """Forget what a checkpoint of `length` lines did not know; the file keeps it in a side file."""
+        if length >= len(self.lines):
+            return
+        dropped, self.lines = self.lines[length:], self.lines[:length]
+        if self.path is not None:
+            _append(self.path.with_suffix(".rolled_back.jsonl"), dropped)
+            _replace(self.path, self.lines)
+
+
+def _append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
+    data = "".join(json.dumps(d, sort_keys=True) + "\n" for d in documents).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
+    fresh = path.with_suffix(".tmp")
+    fresh.unlink(missing_ok=True)
+    _append(fresh, documents)
+    fresh.touch()
+    os.replace(fresh, path)
+
+
+def check(lines: Iterable[Mapping[str, Any]]) -> None:
+    """E1011 unless every line follows from the one before."""
+    previous = GENESIS
+    for number, line in enumerate(lines):
+        body = {k: v for k, v in line.items() if k != "hash"}
+        if line.get("previous") != previous or line.get("seq") != number:
+            raise fail("E1011", f"line {number} does not follow from line {number - 1}", node=str(number))
+        if line_hash(previous, body) != line.get("hash"):
+            raise fail("E1011", f"line {number} was changed", node=str(number))
+        previous = str(line["hash"])
+
+
+def read(path: Path, *, repair: bool = False) -> Iterator[dict[str, Any]]:
+    """The lines of a journal, checked. A torn last line (a kill while it was written) is left out, and with
+    `repair` cut off the file; anything else that is wrong is E1011."""
+    raw = path.read_bytes()
+    whole, _, torn = raw.rpartition(b"\n")
+    if torn and repair:
+        os.truncate(path, len(whole) + 1 if whole else 0)
+    lines: list[dict[str, Any]] = []
+    for number, text in enumerate(whole.split(b"\n") if whole else []):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            raise fail("E1011", f"{path.name}: line {number} is no JSON", node=str(number)) from None
+    check(lines)
+    yield from lines
