@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from library.canon import canonical_json
-from library.launch import ExternStep, Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
+from library.launch import Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
 from runtime import externs
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
@@ -36,10 +36,10 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 class Counters:
     """What happened while a block or a program ran. Plain numbers: a lost update under threads is no harm."""
 
-    __slots__ = ("launches", "eager_fallbacks", "copies", "loads", "flag_mismatches")
+    __slots__ = ("launches", "eager_fallbacks", "copies", "loads")
 
     def __init__(self) -> None:
-        self.launches = self.eager_fallbacks = self.copies = self.loads = self.flag_mismatches = 0
+        self.launches = self.eager_fallbacks = self.copies = self.loads = 0
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -51,14 +51,10 @@ class Extern:
     def __init__(self, call: ExternCall, program: Program) -> None:
         self.call, self.program = call, program
         self._run = externs.prepare(call.step.op, call.step.attrs, len(call.inputs))
-        ieee = call.step.attrs.get("precision", "ieee") == "ieee"
-        self._watch = ieee and program.device.type == "cuda" and externs.TABLE[call.step.op].flag != ""
 
     def __call__(self, stream: int, slots: list[Any]) -> None:
         call = self.call
         inputs = [view.of(slots[slot]) for slot, view in call.inputs]
-        if self._watch and inputs[-1].dtype is torch.float32 and externs.tf32_in_force(call.step.op):
-            self.program.mismatch(call.step)
         outs = [view.of(slots[slot]) for slot, view in call.outs]
         made = self._run(inputs, outs)
         for value, out, (slot, view) in zip(made or (), outs, call.outs, strict=False):
@@ -184,17 +180,6 @@ class Program:
         if isinstance(part, Segment):
             return dispatcher(part, self.code.driver, self.index, self.native)
         return Extern(part, self)
-
-    def mismatch(self, step: ExternStep) -> None:
-        """A process-wide flag changes the meaning of a library call: counted, refused when strict (E0808)."""
-        self.counters.flag_mismatches += 1
-        if self.strict:
-            raise fail(
-                "E0808",
-                f"{step.group} is declared ieee, but torch computes fp32 products in TF32 now",
-                node=step.group,
-                hint="torch.backends.cuda.matmul.allow_tf32 = False",
-            )
 
     # -- sizes
     # ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """The closed table of library calls that a plan may contain; each gives its results and changes nothing else.
 
 They are called with dense or transposed views of buffers, below autograd and with no autocast.
-Process-wide flags are never set here: where one changes the meaning of a step (TF32 in a product declared
-`ieee`), that is a mismatch, which the caller counts or, under ESPER_STRICT=1, refuses.
+float32 is multiplied as the step declares (runtime/precision.py), whatever torch's process-wide flags say.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from esper_ir.diagnostics import EsperError
 from library.launch import View, evaluate
 from runtime.calls import CALLS, Extern, Run
 from runtime.errors import fail
+from runtime.precision import declared
 
 _mm_typed = getattr(getattr(torch.ops.aten, "mm", None), "dtype_out", None)
 
@@ -131,14 +131,9 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
             op,
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
         )
-    return record.prepare(attrs)
+    run = record.prepare(attrs)
+    return declared(run, record.flag, attrs.get("precision", "ieee") == "tf32") if record.flag else run
 
 
 def _bad(op: str, what: str) -> EsperError:
     return fail("E0809", what, node=op, hint="this artifact needs another version of the runtime")
-
-
-def tf32_in_force(op: str) -> bool:
-    """Whether torch would multiply fp32 operands of this call in TF32 on a card."""
-    convolution = TABLE[op].flag == "cudnn"
-    return bool(torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32)

@@ -31,11 +31,20 @@ UNORDERED = ("scatter",)
 
 
 def drawn(op: OpDef, sample: Sample) -> dict[str, torch.Tensor]:
-    """Values of the sample, positions inside what they point into."""
+    """Values of the sample, positions inside what they point into; those of a pooling are the ones it gives
+    (torch's kernels for cards look nowhere else).
+    """
     graph = whole_graph(op, sample)
     values = values_of(graph, sample)
     for name, limit in index_limits(graph).items():
         values[name] = values[name].clamp(0, max(limit.value({}) - 1, 0))
+    if op.name.startswith("max_pool") and op.name.endswith("_grad"):
+        (node,) = graph.nodes
+        _, x, places = (values[r] for r in node.tensors)
+        pool = prepare(op.name.removesuffix("_grad"), bind(_scalars(node), {}), 1)
+        made = pool([x], [torch.empty_like(places)])
+        assert made is not None and made[1].shape == places.shape
+        values[node.tensors[2]] = made[1].to(places.dtype)
     return values
 
 
