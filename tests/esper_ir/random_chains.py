@@ -24,7 +24,8 @@ POINTWISE: tuple[Step, ...] = (
     lambda x: torch.where(x > 0, x, 0.3 * x), lambda x: x.clone().add_(1.5), lambda x: F.relu(x * 1.0,
           inplace=True),
     lambda x: torch.maximum(x, -x * 0.5), lambda x: x.masked_fill(x < -0.5, 0.25), lambda x: torch.pow(x, 3),
-    lambda x: x + x.detach(), lambda x: torch.log1p(x.abs()), lambda x: x.float() * 1.5,
+    lambda x: x + x.detach(), lambda x: torch.log1p(x.abs()),
+    lambda x: (x if x.dtype is torch.float64 else x.float()) * 1.5,
           lambda x: 1.0 / (2 + x.abs()),
     lambda x: F.dropout(x, 0.0), lambda x: torch.floor(x) * 0.5 + x,
 )  # fmt: skip
