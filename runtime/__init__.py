@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from runtime.api import twin as twin
     from runtime.binding import Block as Block
     from runtime.loader import UnvalidatedWarning as UnvalidatedWarning
+    from runtime.seeds.growth import Growth as Growth
+    from runtime.seeds.growth import growth_of as growth_of
+    from runtime.seeds.saving import load_model as load_model
+    from runtime.seeds.saving import save_model as save_model
+    from runtime.seeds.trainer import Trainer as Trainer
+    from runtime.seeds.wrapping import attach as attach
+    from runtime.seeds.wrapping import unwrap as unwrap
+    from runtime.seeds.wrapping import wrap as wrap
     from runtime.swapping import Fit as Fit
     from runtime.swapping import swap as swap
     from runtime.swapping import swapped as swapped
@@ -31,6 +39,14 @@ _HOMES = {
     "same_on_all_ranks": "runtime.api",
     "Block": "runtime.binding",
     "UnvalidatedWarning": "runtime.loader",
+    "Growth": "runtime.seeds.growth",
+    "growth_of": "runtime.seeds.growth",
+    "load_model": "runtime.seeds.saving",
+    "save_model": "runtime.seeds.saving",
+    "Trainer": "runtime.seeds.trainer",
+    "attach": "runtime.seeds.wrapping",
+    "unwrap": "runtime.seeds.wrapping",
+    "wrap": "runtime.seeds.wrapping",
     "Fit": "runtime.swapping",
     "swap": "runtime.swapping",
     "swapped": "runtime.swapping",
@@ -38,14 +54,22 @@ _HOMES = {
 __all__ = [
     "Block",
     "Fit",
+    "Growth",
+    "Trainer",
     "UnvalidatedWarning",
+    "attach",
     "cache_info",
     "doctor",
+    "growth_of",
     "load",
+    "load_model",
     "same_on_all_ranks",
+    "save_model",
     "swap",
     "swapped",
     "twin",
+    "unwrap",
+    "wrap",
 ]
 
 

@@ -16,6 +16,7 @@ from torch.autograd import profiler as _profiler
 
 from esper_ir.diagnostics import EsperError
 from library.manifest import blueprint_document
+from library.records import ArtifactRecord
 from runtime import flops, functions, node, parameters, recovery
 from runtime.eager import twin_of
 from runtime.errors import fail
@@ -147,6 +148,16 @@ class Block(nn.Module):
     @property
     def program(self) -> Program:
         return self._state.program
+
+    @property
+    def record(self) -> ArtifactRecord:
+        """The artifact's row in the library when it was loaded."""
+        return self._handle.entry.record
+
+    @property
+    def failed_in_use(self) -> bool:
+        """Whether a launch failed, so that the eager twin answers."""
+        return self._broken
 
     # -- calls
     # ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ GENESIS = "0" * 64
 SCHEMA = "esper-journal/1"
 
 
-class GraftingStrategy(str, Enum):
+class GraftingStrategy(StrEnum):
     """How progress along a ramp is made (`runtime.seeds.grafting`)."""
 
     FIXED_RAMP = "FIXED_RAMP"

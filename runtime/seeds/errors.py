@@ -1,4 +1,4 @@
-"""Every refusal of the growth side: code, exit code, title. docs/errors.d/growth.md has one entry for each."""
+"""Every refusal of the growth side: code, exit code, title. docs/errors.d/growth.md has an entry for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from esper_ir.diagnostics import (
     EXIT_CONFLICT,
     EXIT_FAILURE,
     EXIT_INTEGRITY,
-    EXIT_LIMIT,
     EXIT_NOT_FOUND,
     EXIT_USAGE,
     Refusals,
@@ -31,7 +30,6 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E1014": (EXIT_NOT_FOUND, "no such slot or site"),
     "E1015": (EXIT_USAGE, "chunks do not divide the features"),
     "E1016": (EXIT_FAILURE, "seed gave a value that is not finite"),
-    "E1017": (EXIT_LIMIT, "limit of adaptations reached"),
 }
 
 fail = Refusals(CODES)

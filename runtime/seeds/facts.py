@@ -8,9 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from runtime.seeds.lifecycle import Fault, GateRecord, Lifecycle, Measured, Refusal
-
-Number = Measured | float | bool
+from runtime.seeds.lifecycle import Fault, GateRecord, Lifecycle, Number, Refusal
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 
@@ -64,7 +64,7 @@ class Fault(IntEnum):
     CHECKSUM = 5
 
 
-class Verb(str, Enum):
+class Verb(StrEnum):
     """What a command asks for; `rollback` is the trainer's alone and never queued."""
 
     REQUEST_GERMINATION = "request_germination"
@@ -76,7 +76,7 @@ class Verb(str, Enum):
     ROLLBACK = "rollback"
 
 
-class Issuer(str, Enum):
+class Issuer(StrEnum):
     """Who may issue a move. Whatever an autopilot may do the controller may ask for as well."""
 
     CONTROLLER = "controller"
@@ -88,8 +88,8 @@ class Issuer(str, Enum):
 @dataclass(frozen=True)
 class Move:
     """One legal move. `gate` "" is no gate; `when` names a fact that chooses between moves of one verb:
-    "trainable", "fixed", "round1", "round2", "soft" (alpha goes down first), "hard", "down" (after a ramp
-    down), "final" (round 2, or fixed function)."""
+    "trainable", "fixed", "round1", "final" (round 2, or fixed function), "soft" (alpha goes down first),
+    "hard" (alpha is 0, or may be dropped), "up" (the ramp does not go to 0)."""
 
     source: Lifecycle
     target: Lifecycle
@@ -115,7 +115,7 @@ MOVES: tuple[Move, ...] = (
     _m(S.TRAINING, S.GRAFTING, Verb.PROMOTE, _C, "G2"),
     _m(S.TRAINING, S.CANCELLED, Verb.CANCEL_GERMINATION, _C),
     _m(S.TRAINING, S.CULLED, Verb.CULL, _A),
-    _m(S.GRAFTING, S.STABILIZATION, Verb.ADVANCE, _A, "G3"),
+    _m(S.GRAFTING, S.STABILIZATION, Verb.ADVANCE, _A, "G3", "up"),
     _m(S.GRAFTING, S.CULLED, Verb.CULL, _A, "", "hard"),
     _m(S.STABILIZATION, S.EVALUATING, Verb.ADVANCE, _A, "G3s"),
     _m(S.STABILIZATION, S.GRAFTING, Verb.CULL, _A, "", "soft"),
@@ -155,9 +155,18 @@ def legal(source: Lifecycle, target: Lifecycle) -> bool:
     return any(m.source is source and m.target is target for m in MOVES)
 
 
+def allowed(move: Move, issuer: Issuer) -> bool:
+    """Whether this one may issue it: an operator whatever is not the trainer's, a controller what an
+    autopilot may as well."""
+    if issuer is Issuer.TRAINER or move.issuer is Issuer.TRAINER:
+        return issuer is move.issuer
+    rank = (Issuer.AUTOPILOT, Issuer.CONTROLLER, Issuer.OPERATOR)
+    return rank.index(issuer) >= rank.index(move.issuer)
+
+
 def choose(state: Lifecycle, verb: Verb, facts: Iterable[str]) -> Move | None:
-    """The move that a verb means in a state, given the facts that hold ("trainable" or "fixed", "round1" or
-    "round2", "final", "soft" or "hard"); None when the table has none."""
+    """The move that a verb means in a state, given the facts that hold (see `Move.when`); None when the table
+    has none."""
     known = frozenset(facts)
     fitting = [m for m in MOVES if m.source is state and m.verb is verb and m.when <= known]
     return max(fitting, key=lambda m: len(m.when), default=None)
@@ -181,7 +190,8 @@ class Measured:
         return cls(value, value, value)
 
 
-Evidence = Mapping[str, "Measured | float | bool"]
+Number = Measured | float | bool
+Evidence = Mapping[str, Number]
 """What is known about a slot when a gate is asked: number by name (`GATES` lists the names)."""
 
 

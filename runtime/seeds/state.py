@@ -1,4 +1,4 @@
-"""The layout of the state tensor: which columns, of which type, who writes them. One tensor per wrapped layer.
+"""The layout of the state tensor: which columns, of which type, who writes them. One per wrapped layer.
 
 A layer with n slots has one uint8 buffer on its device that holds every column one after the other
 (structure of arrays), each a typed view of shape [n] or [n, width]; and a mirror of the same bytes on the
@@ -27,12 +27,16 @@ HEALTH: tuple[str, ...] = (
     "samples",  # sampled steps that the sums below are over
     "mean",  # sum of the chunk's mean activation
     "variance",  # sum of its variance over samples
-    "dead",  # sum of the ratio of features that were zero for all samples
+    "dead",  # sum of the ratio of features that had one value for all samples
     "correlation",  # sum of the mean absolute correlation between features
     "entropy",  # sum of the entropy of the activation histogram, nats
     "grad_samples",  # sampled backwards
     "grad_norm",  # sum of the norm of the gradient at the site
     "grad_norm_sq",  # sum of its square
+    "rank",  # sum of the effective rank of the features, by their number
+    "windows",  # boundaries that the last two are over
+    "gain",  # sum of the predicted gain (runtime/seeds/telemetry.py)
+    "alignment",  # sum of its agreement between two halves of the samples
 )
 """fp32 sums per chunk that telemetry adds on sampled steps (`Observer` in runtime/seeds/layer.py). Extend by
 appending: the width of the column follows."""

@@ -1,0 +1,459 @@
+"""A wrapped layer: what its forward does beyond the host's own, and its slots.
+
+A layer stays the object it was; only its class becomes a subclass whose forward looks at one flag and
+returns. Committed grafts are modules of the layer (`esper_grafts`), so weights, devices and modes follow; a
+live seed is not registered anywhere, so nothing of the host (clipping, decay, state dict, parameter count)
+sees it before it is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_ir.diagnostics import EsperError
+from runtime.driver import STICKY
+from runtime.seeds import incubation, traced
+from runtime.seeds.commands import Graft, GraftingStrategy
+from runtime.seeds.facts import Observer
+from runtime.seeds.grafting import Reading, blend
+from runtime.seeds.lifecycle import LIVE, Fault, Lifecycle
+from runtime.seeds.seed import Seed, Spec, same_random
+from runtime.seeds.state import PROBE, StateTensor
+from runtime.state import recomputing
+
+GRAFTS = "esper_grafts"
+_is_compiling = torch.compiler.is_compiling
+_P = {name: at for at, name in enumerate(PROBE)}
+_NONE: Mapping[str, Tensor | float] = MappingProxyType({})
+overrides: ContextVar[Mapping[str, Tensor | float]] = ContextVar("overrides", default=_NONE)
+"""alpha by slot id, for counterfactual forwards of this context alone: a number, or a value per sample."""
+
+
+class Slot:
+    """One chunk of a layer, which can hold one seed. State and numbers stand in the layer's state tensor."""
+
+    def __init__(self, site: Site, index: int) -> None:
+        self.site, self.index, self.id = site, index, f"{site.name}/{index}"
+        self.artifact = ""
+        self.seed: Seed | None = None
+        self.graft = Graft()
+        self.strategy = GraftingStrategy.FIXED_RAMP
+        self.reading = Reading()
+        self.grads: dict[str, Tensor] = {}
+        self.batches = 0
+        self.broken = False
+        self.before: dict[str, Tensor] | None = None  # the host's tensors when the graft began
+        self.expires = 0  # epoch until which an embargo lasts
+        self.notes: dict[str, Any] = {}  # reason, fault, what the next boundary must know
+        self._hooks: list[Any] = []
+
+    @property
+    def state(self) -> Lifecycle:
+        return Lifecycle(int(self.site.state.host["lifecycle"][self.index]))
+
+    @property
+    def alpha(self) -> float:
+        return float(self.site.state.host["alpha"][self.index])
+
+    @property
+    def fault(self) -> Fault:
+        return Fault(int(self.site.state.host["fault"][self.index]))
+
+    def get(self, name: str) -> Any:
+        return self.site.state.get(name, self.index)
+
+    def set(self, **values: float | int) -> None:
+        self.site.state.set(self.index, **values)
+
+    def fail(self, fault: Fault) -> None:
+        """Note a fault that the host knows of; the first one stays."""
+        if self.fault is Fault.NONE:
+            self.set(fault=int(fault))
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the host's gradient passes the graft by."""
+        if self.graft.isolate == "until_fine_tuning":
+            return self.state is not Lifecycle.FINE_TUNING and self.get("round") < 2
+        return self.graft.isolate == "always"
+
+    def bounds(self) -> tuple[int, int]:
+        """First feature of the chunk and the first after it."""
+        width, many = self.site.features, len(self.site.slots)
+        size, more = divmod(width, many)
+        first = self.index * size + min(self.index, more)
+        return first, first + size + (self.index < more)
+
+    def listen(self) -> None:
+        """Take gradients of the task away from `.grad` as they come: nothing that looks at the host's
+        gradients (a scaler, clipping) meets a seed's."""
+        self.deaf()
+        if self.seed is not None:
+            for name, parameter in self.seed.named().items():
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._taker(name)))
+
+    def deaf(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _taker(self, name: str) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:
+                # The loss scale of this moment, and nothing of an overflow, which the scaler will answer.
+                scale = self.site.loss_scale()
+                grad = grad if scale is None else grad * scale.reciprocal().to(grad.device)
+                self.take(name, torch.where(torch.isfinite(grad).all(), grad, torch.zeros_like(grad)))
+
+        return take
+
+    def take(self, name: str, grad: Tensor) -> None:
+        """Add to what the next step learns from."""
+        held = self.grads.get(name)
+        self.grads[name] = grad.detach().clone() if held is None else held.add_(grad)
+
+    def drop(self) -> None:
+        """Forget gradients that no step used."""
+        self.grads, self.batches = {}, 0
+
+    def add(self, name: str, value: Tensor) -> None:
+        """To a sum of the probe, on the device."""
+        column = self.site.state.device["probe"][self.index]
+        column[_P[name]] += value
+
+    def spec(self) -> Spec | None:
+        """What its chunk looks like, once the layer was called."""
+        seen = self.site.spec
+        if seen is None:
+            return None
+        first, end = self.bounds()
+        shape = list(seen.shape)
+        shape[self.site.axis] = end - first
+        return Spec(tuple(shape), seen.dtype, seen.device)
+
+
+class Site:
+    """A wrapped layer: its slots, its state tensor, and what its forward does beyond the host's."""
+
+    def __init__(self, name: str, module: nn.Module, slots: int, key: str, radius: float) -> None:
+        self.name, self.key, self.original = name, key, type(module)
+        self.chain: nn.ModuleList = nn.ModuleList()
+        self.slots = tuple(Slot(self, i) for i in range(slots))
+        place = next((t.device for t in module.parameters()), torch.device("cpu"))
+        self.state = StateTensor(slots, place)
+        self.radius, self.every = radius, 5
+        self.spec: Spec | None = None
+        self.observer: Observer | None = None
+        self.sampling = False
+        self.teaching = True  # False on steps that only measure
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.active: tuple[Slot, ...] = ()
+        self.quiet = False
+        self._copies = False
+        self.refresh()
+
+    @property
+    def axis(self) -> int:
+        """The axis of the features: channels of images, else the last."""
+        return 1 if self.spec is not None and len(self.spec.shape) == 4 else -1
+
+    @property
+    def features(self) -> int:
+        """Features of the layer's result; 0 until it was called."""
+        return self.spec.shape[self.axis] if self.spec is not None else 0
+
+    def refresh(self) -> None:
+        """Called whenever something changes that the forward depends on."""
+        codes = self.state.host["lifecycle"].tolist()
+        wanted = {int(s) for s in LIVE} | {int(Lifecycle.TRAINING)}
+        held = overrides.get()
+        self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in wanted)
+        touched = any(s.id in held for s in self.active)
+        self.quiet = not (self.active or len(self.chain) or self.sampling or touched or self.spec is None)
+        traced.enrol(self.key, self)
+
+    def run(self, h: Tensor) -> Tensor:
+        """The layer's result from the host's."""
+        self._see(h)
+        if self.sampling and not recomputing():
+            self._observe(h)
+        for graft in self.chain:
+            h = graft(h)
+        return self._through(h) if self.active else h
+
+    def _see(self, h: Tensor) -> None:
+        seen = self.spec
+        if seen is None or (h.numel() > 0 and (h.dtype is not seen.dtype or h.device != seen.device
+                                               or h.shape != seen.shape)):  # fmt: skip
+            self.spec = Spec(tuple(h.shape), h.dtype, h.device)
+            self.state.move(h.device)
+            self.refresh()
+
+    def _observe(self, h: Tensor) -> None:
+        observer, columns = self.observer, self.state.device["health"]
+        if observer is None:
+            return
+        with torch.no_grad():
+            observer.activation(self, h.detach(), columns)
+        if h.requires_grad and torch.is_grad_enabled():
+
+            def gradient(g: Tensor) -> None:
+                with torch.no_grad():
+                    observer.gradient(self, g.detach(), columns)
+
+            h.register_hook(gradient)
+
+    # -- slots
+    # ---------------------------------------------------------------------------------------------------
+
+    def _through(self, h: Tensor) -> Tensor:
+        held = overrides.get()
+        training = [s for s in self.active if s.state is Lifecycle.TRAINING and s.id not in held]
+        live = [s for s in self.active if s not in training]
+        if training and not held and torch.is_grad_enabled():
+            h = self._overhear(h, training)
+        if not live:
+            return h
+        if len(self.slots) == 1:
+            return self._grafted(live[0], h, held)
+        parts = {s.index: s for s in live}
+        pieces = []
+        for slot in self.slots:
+            first, end = slot.bounds()
+            piece = h.narrow(self.axis, first, end - first)
+            pieces.append(self._grafted(slot, piece, held) if slot.index in parts else piece)
+        return torch.cat(pieces, self.axis)
+
+    def _grafted(self, slot: Slot, h: Tensor, held: Mapping[str, Tensor | float]) -> Tensor:
+        """h with one seed blended in. What is read on the device is a copy, so that the column may be written
+        before the backward."""
+        seed, isolated = slot.seed, slot.isolated
+        assert seed is not None
+        alpha = self.state.device["alpha"][slot.index].clone()
+        if slot.id in held:
+            alpha = torch.as_tensor(held[slot.id], dtype=torch.float32, device=h.device)
+        learns = any(p.requires_grad for p in seed.named().values())
+        graph = torch.is_grad_enabled() and (learns or not isolated)
+        with torch.set_grad_enabled(graph):
+            z = self._called(slot, h.detach() if isolated else h)
+        finite = torch.isfinite(z.detach()).all()
+        if not recomputing():
+            self.state.device["fault"][slot.index].masked_fill_(~finite, int(Fault.NONFINITE))
+        return blend(h, z, alpha, finite, isolated=isolated)
+
+    def _called(self, slot: Slot, h: Tensor) -> Tensor:
+        """A seed whose result is in the host's: when its kernels fail the eager twin answers."""
+        seed = slot.seed
+        assert seed is not None
+        with torch.autocast(h.device.type, enabled=False):
+            z = seed(h)
+        if seed.broken and not slot.broken:
+            slot.broken = True
+            slot.fail(Fault.EXEC)
+        return z
+
+    def _overhear(self, h: Tensor, slots: list[Slot]) -> Tensor:
+        """Have the backward bring the gradient at h to seeds that incubate. The value is h itself."""
+        if not h.requires_grad:
+            h = (
+                h.detach().requires_grad_().clone()
+            )  # nothing below learns, and the backward must come this far
+        kept = h.detach().clone() if self._copies else h.detach()
+        version = kept._version
+
+        def hook(g: Tensor) -> None:
+            if kept._version != version:
+                self._copies = True  # the host wrote over its result: keep a copy from now on
+                return
+            for slot in slots:
+                self._learn(slot, kept, g)
+
+        h.register_hook(hook)
+        return h
+
+    def _learn(self, slot: Slot, h: Tensor, g: Tensor) -> None:
+        """One batch of incubation, inside the host's backward. Nothing that fails here reaches the host."""
+        if slot.seed is None or slot.state is not Lifecycle.TRAINING or slot.broken:
+            return
+        try:
+            with same_random(h.device), torch.autocast(h.device.type, enabled=False):
+                self._taught(slot, slot.seed, *self._chunk(slot, h, g))
+        except EsperError as error:
+            if error.details.get("cuda_error") in STICKY:
+                raise
+            slot.broken = True
+            slot.fail(Fault.EXEC)
+            slot.notes["error"] = f"{error.code} {error.message}"
+        if slot.seed.broken and not slot.broken:
+            slot.broken = True
+            slot.fail(Fault.EXEC)
+
+    def _chunk(self, slot: Slot, h: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        if len(self.slots) == 1:
+            return h, g.detach()
+        first, end = slot.bounds()
+        size = end - first
+        return h.narrow(self.axis, first, size), g.detach().narrow(self.axis, first, size)
+
+    def _taught(self, slot: Slot, seed: Seed, h: Tensor, g: Tensor) -> None:
+        teach = self.teaching and slot.graft.objective != "shadow"
+        named = seed.named()
+        with torch.set_grad_enabled(teach):
+            z = seed(h)
+        with torch.no_grad():
+            d = z.detach() - h
+            at = incubation.scales(h, g, self.radius)
+            sane = torch.isfinite(at.g) & torch.isfinite(at.h)
+            good = sane & torch.isfinite(d).all()
+            self.state.device["fault"][slot.index].masked_fill_(sane & ~good, int(Fault.NONFINITE))
+            slot.add("nonfinite", (sane & ~good).float())
+            if not self.teaching:
+                self._measured(slot, d, g, at, good)
+                return
+        if teach:
+            cotangent = torch.where(good, incubation.slope(slot.graft.objective, d, g, at), 0.0)
+            grads = torch.autograd.grad(z, list(named.values()), cotangent.to(z.dtype))
+            self._noted(slot, named, grads, at, g, good)
+
+    def _measured(self, slot: Slot, d: Tensor, g: Tensor, at: incubation.Scales, good: Tensor) -> None:
+        """A held-out batch: what G2 is judged by."""
+        gain, predicted, ratio = (torch.where(good, v, 0.0) for v in incubation.held_out(d, g, at))
+        for name, value in (("held", good.float()), ("gain", gain), ("gain_sq", gain * gain),
+                            ("predicted", predicted), ("predicted_sq", predicted * predicted),
+                            ("ratio", ratio)):  # fmt: skip
+            slot.add(name, value)
+        column = self.state.device["probe"][slot.index]
+        column[_P["ratio_max"]] = torch.maximum(column[_P["ratio_max"]], ratio)
+
+    def _noted(
+        self,
+        slot: Slot,
+        named: Mapping[str, nn.Parameter],
+        grads: tuple[Tensor, ...],
+        at: incubation.Scales,
+        g: Tensor,
+        good: Tensor,
+    ) -> None:
+        norm = torch.stack([torch.linalg.vector_norm(v, dtype=torch.float32) for v in grads]).norm()
+        fine = good & torch.isfinite(norm)
+        slot.add("nonfinite", (good & ~fine).float())
+        slot.add("grads", fine.float())
+        count = max(sum(p.numel() for p in named.values()), 1)
+        # By the host's own scale: what the same step would move h by, so that no loss scale enters.
+        slot.add("seed_grad", torch.where(fine, norm * at.reach / count**0.5, 0.0))
+        slot.add("host_grad", fine.float() * (1.0 / max(g.numel(), 1) ** 0.5))
+        for name, value in zip(named, grads, strict=True):
+            slot.take(name, torch.where(fine, value, torch.zeros_like(value)))
+        slot.batches += 1
+
+
+class Grown(nn.Module):
+    """In front of a layer's own class while it is wrapped."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)  # type: ignore[misc]
+        site = self.__dict__["_esper_site"]
+        if _is_compiling():
+            return _first(found, lambda h: traced.through(h, site.key))
+        return found if site.quiet else _first(found, site.run)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        done = super()._apply(fn, recurse)
+        for slot in self.__dict__["_esper_site"].slots:
+            if slot.seed is not None:
+                slot.seed._apply(fn)
+        return done
+
+    def train(self, mode: bool = True) -> Any:
+        for slot in self.__dict__["_esper_site"].slots:
+            if slot.seed is not None:
+                slot.seed.train(mode)
+        return super().train(mode)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A class made at run time cannot be found by name: say which one it was made from.
+        return revive, (self.__dict__["_esper_site"].original,), dict(self.__dict__)
+
+
+class GrownSequence(Grown):
+    """The same for containers that call their children one after the other: grafts are not among them."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([m for n, m in self._modules.items() if n != GRAFTS and m is not None])
+
+    def __len__(self) -> int:
+        return sum(name != GRAFTS for name in self._modules)
+
+
+def _first(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The first tensor of a layer's result, changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, (tuple, list)) and found and isinstance(found[0], Tensor):
+        rest = (change(found[0]), *found[1:])
+        return type(found)(*rest) if hasattr(found, "_fields") else type(found)(rest)
+    return found
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def grown_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `original`, under the same name: policies that go by names and types still match."""
+    found = _classes.get(original)
+    if found is None:
+        facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        front = GrownSequence if issubclass(original, nn.Sequential) else Grown
+        made: Any = type(original.__name__, (front, original), facts)
+        found = _classes[original] = made
+    return found
+
+
+def revive(original: type[nn.Module]) -> nn.Module:
+    """An empty module of the grown class, for copies and pickles."""
+    kind = grown_class(original)
+    return kind.__new__(kind)
+
+
+class Committed(nn.Module):
+    """A graft that is part of the host: a seed over a chunk of the features, at a fixed alpha."""
+
+    def __init__(self, seed: Seed, first: int, end: int, axis: int, alpha: float) -> None:
+        super().__init__()
+        self.seed = seed
+        self.first, self.end, self.axis, self.alpha = first, end, axis, alpha
+
+    def forward(self, h: Tensor) -> Tensor:
+        whole = self.end - self.first == h.shape[self.axis]
+        piece = h if whole else h.narrow(self.axis, self.first, self.end - self.first)
+        with torch.autocast(h.device.type, enabled=False):
+            z = self.seed(piece)
+        if self.alpha != 1.0:
+            z = torch.lerp(piece, z, self.alpha)
+        if whole:
+            return z
+        left = h.narrow(self.axis, 0, self.first)
+        right = h.narrow(self.axis, self.end, h.shape[self.axis] - self.end)
+        return torch.cat([left, z, right], self.axis)
+
+
+@contextmanager
+def overriding(sites: Mapping[str, Site], alphas: Mapping[str, Tensor | float]) -> Iterator[None]:
+    """Forwards of this context with these alphas instead."""
+    mark = overrides.set({**overrides.get(), **alphas})
+    try:
+        for site in sites.values():
+            site.refresh()
+        yield
+    finally:
+        overrides.reset(mark)
+        for site in sites.values():
+            site.refresh()

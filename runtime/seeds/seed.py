@@ -1,0 +1,284 @@
+"""A seed: one artifact in one chunk of a layer, with parameters of its own. Whether it fits, and making it.
+
+A layer's result may be [rows, features], [batch, ..., features] or [n, channels, height, width]; the block's
+input may have fewer leading axes (they are folded into its first), and images are given to it with the
+channels last. A seed has one input and gives one tensor of the input's shape and dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper_ir.diagnostics import Accepted, EsperError, Rejected
+from library.launch import Interface
+from library.records import VALIDATED
+from library.store import Library
+from runtime import loader
+from runtime.binding import Block, build
+from runtime.seeds.commands import Graft
+from runtime.seeds.grafting import effective
+from runtime.seeds.lifecycle import Number
+from runtime.seeds.state import artifact_prefix
+from runtime.state import given
+
+NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
+SPECULATIVE = "Speculative"
+PROBES = 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a chunk of a layer gives: shape (of the last call seen), dtype, device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a chunk becomes the block's input: `images` moves channels last, `rank` is the block's."""
+
+    images: bool
+    rank: int
+
+    def into(self, h: Tensor) -> Tensor:
+        x = h.permute(NHWC) if self.images else h
+        return x.reshape(-1, *x.shape[x.dim() - self.rank + 1 :]) if x.dim() > self.rank else x
+
+    def back(self, z: Tensor, like: Tensor) -> Tensor:
+        shape = [like.shape[i] for i in NHWC] if self.images else list(like.shape)
+        z = z.reshape(shape)
+        return z.permute(NCHW) if self.images else z
+
+
+def layout_of(interface: Interface, spec: Spec) -> Accepted[Layout] | Rejected:
+    """How the artifact takes a chunk; why not: codes E0810 shape, E0811 dtype, E0814 device."""
+    inputs = given(interface)
+    outputs = interface.outputs[: len(interface.outputs) - len(interface.updates)]
+    if len(inputs) != 1 or len(outputs) != 1:
+        many = f"{len(inputs)} inputs and {len(outputs)} outputs"
+        return Rejected("E0810", f"a seed has one input and one output, this has {many}")
+    (entry,), (result,) = inputs, outputs
+    for found in (entry.dtype, result.dtype):
+        if getattr(torch, found) is not spec.dtype:
+            here = str(spec.dtype).removeprefix("torch.")
+            return Rejected("E0811", f"{found} where the layer gives {here}")
+    if entry.shape != result.shape:
+        return Rejected("E0810", f"gives {list(result.shape)} for {list(entry.shape)}")
+    images = len(spec.shape) == 4
+    shape = tuple(spec.shape[i] for i in NHWC) if images else spec.shape
+    rank = len(entry.shape)
+    if rank > len(shape):
+        return Rejected("E0810", f"takes {list(entry.shape)}, the layer gives {list(shape)}")
+    if rank < len(shape):
+        extra = len(shape) - rank + 1
+        shape = (math.prod(shape[:extra]), *shape[extra:])
+    return _unified(interface, entry.shape, shape) or Accepted(Layout(images, rank))
+
+
+def _unified(interface: Interface, wanted: Sequence[Any], shape: tuple[int, ...]) -> Rejected | None:
+    ranges = {d.name: d for d in interface.dims}
+    for at, (want, size) in enumerate(zip(wanted, shape, strict=True)):
+        dim = ranges.get(want) if isinstance(want, str) else None
+        if dim is None and want != size:
+            return Rejected("E0810", f"takes {list(wanted)}, the layer gives {list(shape)} (axis {at})")
+        if dim is not None and (not dim.min <= size <= dim.max or size % dim.multiple_of):
+            return Rejected("E0813", f"{dim.name} = {size} is outside {dim.min}..{dim.max}")
+    return None
+
+
+@contextmanager
+def same_random(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside is drawn again by what comes after."""
+    cpu = torch.random.get_rng_state()
+    card = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(cpu)
+        if card is not None:
+            torch.cuda.set_rng_state(card, device)
+
+
+class Seed(nn.Module):
+    """`seed(h)`: the layer's result at alpha = 1, of h's shape and dtype. Not registered in the host while it
+    lives in a slot; a committed graft is, and is this same module."""
+
+    def __init__(self, block: Block, layout: Layout, graft: Graft, features: int, digest: str) -> None:
+        super().__init__()
+        self.block, self.layout, self.graft, self.digest = block, layout, graft, digest
+        if graft.operator == "gate":
+            dtype = getattr(torch, given(block.program.interface)[0].dtype)
+            place = block.program.device
+            self.gate = nn.Parameter(torch.zeros(features, dtype=dtype, device=place))
+        self._draws = bool(block.program.interface.random)
+        self._named: dict[str, nn.Parameter] | None = None
+
+    @property
+    def artifact_id(self) -> str:
+        return self.block.artifact_id
+
+    @property
+    def prefix(self) -> int:
+        return artifact_prefix(self.digest)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a launch failed, so that the eager twin answers now."""
+        return self.block.failed_in_use
+
+    def raw(self, h: Tensor) -> Tensor:
+        """What the block gives for a chunk, in the chunk's shape. Draws from a copy of the host's random
+        stream."""
+        x = self.layout.into(h)
+        if self._draws:
+            with same_random(h.device):
+                return self.layout.back(self.block(x), h)
+        return self.layout.back(self.block(x), h)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out = self.raw(h)
+        gate = self._parameters.get("gate")
+        if gate is not None and self.layout.images:
+            gate = gate.reshape(-1, 1, 1)
+            score = torch.sigmoid((h * gate).sum(1, keepdim=True))
+            return torch.lerp(h, out, score)
+        return effective(self.graft.operator, h, out, gate)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """What learns, by name. Empty for a fixed function."""
+        if self._named is None:
+            kept = set(self.block.program.interface.differentiable)
+            found = {n: p for n, p in self.block.named_parameters() if n in kept}
+            gate = self._parameters.get("gate")
+            self._named = found if gate is None or not found else {**found, "gate": gate}
+        return self._named
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._named = None
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Seed:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_named"})
+        made._named = None
+        return made
+
+    def count(self) -> int:
+        """Parameters that learn."""
+        return sum(p.numel() for p in self.named().values())
+
+    def learn(self, on: bool) -> None:
+        """Whether parameters ask for gradients; none is left over when they stop."""
+        for parameter in self.named().values():
+            parameter.requires_grad_(on)
+            if not on:
+                parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What calling a new seed showed: `exec_us` is the median of a few calls."""
+
+    finite: bool
+    shape: bool
+    exec_us: int
+
+
+def probe(seed: Seed, spec: Spec) -> Probe:
+    """Call a seed, forward and backward, on made-up values of the layer's shape. Nothing of it stays."""
+    with same_random(spec.device), torch.random.fork_rng(devices=[]):
+        generator = torch.Generator().manual_seed(0)
+        h = torch.randn(spec.shape, generator=generator).to(device=spec.device, dtype=spec.dtype)
+        named = seed.named()
+        with torch.enable_grad():
+            z = seed(h)
+        found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
+        finite = all(bool(t.isfinite().all()) for t in (z, *found))
+        times = []
+        with torch.no_grad():
+            for _ in range(PROBES):
+                began = time.perf_counter()
+                seed(h)
+                if spec.device.type == "cuda":
+                    torch.cuda.synchronize(spec.device)
+                times.append(time.perf_counter() - began)
+    return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, round(sorted(times)[PROBES // 2] * 1e6))
+
+
+def make(
+    artifact_id: str,
+    library: Any,
+    spec: Spec,
+    features: int,
+    graft: Graft,
+    key: int,
+    unvalidated: bool = False,
+) -> Seed:
+    """Load, verify and build a seed with parameters drawn from `key` (the same on every rank), the process's
+    random numbers untouched. Errors: those of `runtime.load`, and the codes of `layout_of`."""
+    device = spec.device
+    with same_random(device):
+        torch.default_generator.manual_seed(key)
+        block = build(
+            artifact_id, device=device, library=library, fallback="eager", allow_unvalidated=unvalidated
+        )
+    judged = layout_of(block.program.interface, spec)
+    if isinstance(judged, Rejected):
+        raise EsperError(judged.code, f"{artifact_id}: {judged.reason}", node=artifact_id)
+    seed = Seed(block, judged.value, graft, features, block.record.digest)
+    seed.learn(True)
+    return seed
+
+
+def state_in_library(library: Any, artifact_id: str) -> str:
+    """Its state now, past every cache; "MISSING" when it is not there."""
+    try:
+        return loader.open_library(library).record(artifact_id).state
+    except EsperError:
+        return "MISSING"
+
+
+def known_facts(library: Any, artifact_id: str, spec: Spec | None) -> dict[str, Number]:
+    """What gate G0 asks of an artifact, from its records and its verified manifest. What nobody measured is
+    absent; so is everything about the fit when the layer has not been called yet. Errors: those of the
+    library for what is missing, untrusted or damaged."""
+    opened: Library = loader.open_library(library)
+    record, verdict = opened.record(artifact_id), opened.verdict(artifact_id)
+    facts: dict[str, Number] = {"validated": record.state == VALIDATED and verdict is not None}
+    report: Mapping[str, Any] = verdict.report if verdict is not None else {}
+    told = {**report, **(opened.annotation(artifact_id) if verdict is not None else {})}
+    if isinstance(told.get("risk_score"), (int, float)):
+        facts["risk"] = float(told["risk_score"])
+    facts["confident"] = str(told.get("conf_level") or SPECULATIVE) != SPECULATIVE
+    latency = dict(report.get("wep") or {}).get("latency_ms_p99")
+    if isinstance(latency, (int, float)):
+        facts["latency_us"] = float(latency) * 1e3
+    if record.state == VALIDATED:
+        entry = loader.load_entry(artifact_id, device=None if spec is None else spec.device, library=library)
+        facts |= _declared(entry.program.interface)
+        if spec is not None:
+            judged = layout_of(entry.program.interface, spec)
+            wrong = judged.code if isinstance(judged, Rejected) else ""
+            facts |= {"shape_fits": wrong not in ("E0810", "E0813"), "dtype_fits": wrong != "E0811"}
+            facts["device_fits"] = entry.program.device == spec.device
+    return facts
+
+
+def _declared(interface: Interface) -> dict[str, Number]:
+    leaves = [s for s in interface.inputs if s.kind == "param"]
+    sizes = [math.prod(n for n in s.shape if isinstance(n, int)) for s in leaves]
+    learn = [n for s, n in zip(leaves, sizes, strict=True) if s.name in interface.differentiable]
+    memory = sum(n * getattr(torch, s.dtype).itemsize for s, n in zip(leaves, sizes, strict=True))
+    return {"parameters": float(sum(learn)), "memory": float(memory)}
