@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from library.errors import fail
 
 T = TypeVar("T")
-OUTCOMES = ("FOSSILIZED", "CULLED", "ROLLED_BACK", "EXPOSED", "CRASHED", "MISMATCH", "DIVERGED")
+OUTCOMES = ("FOSSILIZED", "CULLED", "CANCELLED", "ROLLED_BACK", "EXPOSED", "CRASHED", "MISMATCH", "DIVERGED")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -83,6 +84,27 @@ def build(if_possible: bool) -> None:
     except SystemExit:
         if not if_possible:
             raise
+
+
+@main.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One document on stdout.")
+@click.option("--once", is_flag=True, help="Print the board as it stands and end.")
+@click.option("--interval", default=0.5, show_default=True, help="Seconds between looks at the run.")
+def watch(run: Path, as_json: bool, once: bool, interval: float) -> None:
+    """Board of a growing run: slots, stages, alphas, health. RUN is the run_dir of the configuration.
+
+    Follows the run until it ends; elsewhere than on a terminal the board is printed once.
+    """
+    with refusals(as_json):
+        from rich.console import Console
+
+        from runtime.strategy.board import watch as follow
+
+        quiet = Console(stderr=True, quiet=True) if as_json else Console(width=None if sys.stdout.isatty() else 130)
+        board = follow(run, quiet, once=once or as_json, interval_s=interval)
+        if as_json:
+            click.echo(json.dumps(board.to_json(), indent=1))
 
 
 @main.command()

@@ -1,0 +1,89 @@
+"""The health of all slots at a boundary, as columns: what sites are chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.seeds.facts import SlotFacts
+from runtime.seeds.state import HEALTH
+
+SIGNALS = (
+    "chunk_variance",
+    "dead_node_ratio",
+    "effective_rank",
+    "avg_inter_node_correlation",
+    "activation_entropy",
+    "gradient_norm",
+    "gradient_variance",
+    "predicted_gain",
+    "gain_alignment",
+)
+"""Columns of a health map; what was not measured is NaN. `runtime.seeds.telemetry` says what each is."""
+ALIASES = {"activation_variance": "chunk_variance", "dead_neuron_ratio": "dead_node_ratio"}
+
+
+class HealthMap(Mapping[str, Mapping[str, float]]):
+    """Health per slot as columns: `values[i]` are the SIGNALS of slot `slots[i]`, float64 [slots, signals];
+    `samples[i]` the sampled steps behind them. Read as a mapping it gives a slot's signals by name."""
+
+    def __init__(self, slots: Sequence[str], values: NDArray[np.float64], samples: NDArray[np.float64]) -> None:
+        self.slots, self.values, self.samples = tuple(slots), values, samples
+        self._at = {slot: i for i, slot in enumerate(self.slots)}
+
+    def __getitem__(self, slot: str) -> Mapping[str, float]:
+        row = self.values[self._at[slot]]
+        return dict(zip(SIGNALS, row.tolist(), strict=True))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def column(self, signal: str) -> NDArray[np.float64]:
+        """One signal of all slots."""
+        return self.values[:, SIGNALS.index(signal)]
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """One slot at one epoch, as it is shown and stored. `is_ready_for_transition`: whether the gate of its
+    next move would let it pass; `signals`: SIGNALS by name, without those that were not measured; times in
+    microseconds, memory in bytes, `cache_hit_ratio` of the process's cache of artifacts."""
+
+    slot: str
+    epoch: int
+    is_ready_for_transition: bool
+    signals: Mapping[str, float]
+    execution_latency_us: float
+    kernel_load_latency_us: float
+    max_latency: float
+    avg_memory: float
+    cache_hit_ratio: float
+
+    def __getitem__(self, name: str) -> float:
+        """A signal by name or alias."""
+        return self.signals[ALIASES.get(name, name)]
+
+
+def health_of(facts: Sequence[SlotFacts]) -> HealthMap:
+    """Means from the sums of all slots; what has no samples is NaN."""
+    columns = [f.health for f in facts]
+    by = {
+        name: np.fromiter((c.get(name, 0.0) for c in columns), dtype=np.float64, count=len(columns))
+        for name in HEALTH
+    }
+    with np.errstate(invalid="ignore", divide="ignore"):
+        norm = by["grad_norm"] / by["grad_samples"]
+        found = (
+            *(by[name] / by["samples"] for name in ("variance", "dead", "rank", "correlation", "entropy")),
+            norm,
+            np.maximum(by["grad_norm_sq"] / by["grad_samples"] - norm**2, 0.0),
+            by["gain"] / by["windows"],
+            by["alignment"] / by["windows"],
+        )
+    return HealthMap([f.slot for f in facts], np.stack(found, axis=1), by["samples"])

@@ -1,0 +1,148 @@
+"""Which artifact a slot gets: a library query by tags from the context, then the answers that fit the slot,
+best first, and a reason for each that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from esper_ir.diagnostics import EsperError, Rejected
+from library import launch
+from library.contracts import KernelMatch, KernelQuery
+from library.store import Library
+from runtime import system
+from runtime.seeds.lifecycle import Limits
+from runtime.seeds.seed import Spec, layout_of
+from runtime.strategy.packet import HardwareContext
+from runtime.strategy.settings import QuerySettings
+
+LOW_MEMORY, HIGH_SPEED = "low_memory", "high_speed"
+FAILURES = ("CRASHED", "MISMATCH", "DIVERGED", "ROLLED_BACK")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`artifact` "" when nothing fits. `query`: what was asked; `matches`: the answers that fit, best first;
+    `refused`: reason by artifact id."""
+
+    query: KernelQuery
+    matches: tuple[KernelMatch, ...] = ()
+    refused: Mapping[str, Rejected] = field(default_factory=dict)
+
+    @property
+    def artifact(self) -> str:
+        return self.matches[0].artifact_id if self.matches else ""
+
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the query that the chosen artifact has."""
+        if not self.matches:
+            return ()
+        asked = (*self.query.required_tags, *self.query.preferred_tags)
+        return tuple(tag for tag in asked if tag in self.matches[0].tags)
+
+    def why(self) -> str:
+        """One line: what was asked, what was taken, what was refused."""
+        asked = ", ".join((*self.query.required_tags, *(f"{t}?" for t in self.query.preferred_tags))) or "any"
+        first = next(iter(self.refused.values()), None)
+        left = f"; {len(self.refused)} refused" + (f", first: {first.reason}" if first else "")
+        return f"asked for {asked}: {self.artifact or 'nothing fits'}" + (left if self.refused else "")
+
+
+def query_of(settings: QuerySettings, context: HardwareContext, limits: Limits) -> KernelQuery:
+    """Tags from the context: low memory is preferred under pressure, high speed with a latency budget."""
+    preferred = list(settings.preferred)
+    if context.memory_used >= settings.memory_pressure:
+        preferred.insert(0, LOW_MEMORY)
+    if settings.latency_budget_ms is not None:
+        preferred.insert(0, HIGH_SPEED)
+    return KernelQuery(
+        required_tags=settings.required,
+        preferred_tags=tuple(dict.fromkeys(preferred)),
+        excluded_tags=settings.excluded,
+        max_latency_ms=settings.latency_budget_ms,
+        # With Speculative confidence opted in, an unmeasured risk is taken too; the gate has the last word.
+        max_risk=None if limits.speculative else limits.max_risk,
+        limit=settings.candidates,
+    )
+
+
+class Chooser:
+    """Asks one library; remembers what it read of each artifact (their contents never change)."""
+
+    def __init__(self, library: Library, settings: QuerySettings) -> None:
+        self.library, self.settings = library, settings
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        self._interfaces: dict[str, launch.Interface] = {}
+
+    def choose(
+        self, spec: Spec, context: HardwareContext, limits: Limits, taken: Callable[[str], str] = lambda _: ""
+    ) -> Choice:
+        """Artifacts for one slot. `taken` gives a reason why an id may not be used there ("": it may):
+        embargo, tombstone, failed before."""
+        query = query_of(self.settings, context, limits)
+        fitting: list[KernelMatch] = []
+        refused: dict[str, Rejected] = {}
+        for match in self._ordered(self.library.find(query).matches):
+            reason = taken(match.artifact_id)
+            wrong = Rejected("E1004", reason) if reason else self.misfit(spec, match.artifact_id)
+            if wrong is None:
+                fitting.append(match)
+            else:
+                refused[match.artifact_id] = wrong
+        return Choice(query, tuple(fitting), refused)
+
+    def _ordered(self, matches: tuple[KernelMatch, ...]) -> list[KernelMatch]:
+        wanted = self.settings.blueprints
+        if not wanted:
+            return list(matches)
+        ranked = [
+            (number, match)
+            for match in matches
+            for number, blueprint in enumerate(wanted)
+            if match.blueprint_id.startswith(blueprint)
+        ]
+        return [match for _, match in sorted(ranked, key=lambda pair: pair[0])]
+
+    def misfit(self, spec: Spec, artifact_id: str) -> Rejected | None:
+        """Why an artifact cannot sit in a chunk of this shape, dtype and device; None when it can."""
+        manifest = self._manifest(artifact_id)
+        if isinstance(manifest, EsperError):
+            return Rejected(manifest.code, manifest.message)
+        fits = layout_of(self._interfaces[artifact_id], spec)
+        if isinstance(fits, Rejected):
+            return fits
+        machine = system.machine(spec.device.type, spec.device.index or 0).accepts_manifest(manifest)
+        return machine if isinstance(machine, Rejected) else None
+
+    def evidence(self, artifact_id: str, limits: Limits) -> dict[str, float]:
+        """Numbers that gate G0 asks for and the library holds under other names. Latency: the upper end of the
+        interval of its mean where no p99 was measured, microseconds. Risk, only where Speculative confidence
+        is opted in and nobody scored it: the rule of succession, (failures + 1) / (trials + 2), over the cases
+        that the gauntlet ran and what became of it in use."""
+        try:
+            verdict, told = self.library.verdict(artifact_id), self.library.annotation(artifact_id)
+            used = self.library.outcomes(artifact_id)
+        except EsperError:
+            return {}
+        report: Mapping[str, Any] = {**(verdict.report if verdict else {}), **told}
+        found: dict[str, float] = {}
+        profile = report.get("wep") or {}
+        bounds = profile.get("latency_interval_ms")
+        if not isinstance(profile.get("latency_ms_p99"), int | float) and isinstance(bounds, list | tuple):
+            found["latency_us"] = 1e3 * float(bounds[-1])
+        if limits.speculative and not isinstance(report.get("risk_score"), int | float):
+            cases = sum(int(stage.get("metrics", {}).get("cases", 0)) for stage in report.get("stages", ()))
+            failures = sum(outcome.outcome in FAILURES for outcome in used)
+            found["risk"] = (failures + 1) / (cases + len(used) + 2)
+        return found
+
+    def _manifest(self, artifact_id: str) -> Mapping[str, Any] | EsperError:
+        if artifact_id not in self._facts:
+            try:
+                manifest = self.library.load(artifact_id).container.manifest
+                self._interfaces[artifact_id] = launch.from_json(manifest["launch"], lazy=True).interface
+                self._facts[artifact_id] = manifest
+            except EsperError as error:
+                return error  # not remembered: revoked today, perhaps restored tomorrow
+        return self._facts[artifact_id]
