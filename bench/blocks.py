@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 BF16 = "bfloat16"
 Sizes = Mapping[str, int]
 BYTES = {"bfloat16": 2, "float32": 4, "int64": 8}
+SIZES = ("medium", "small", "large")  # of a block, in this order: medium is that of the published table
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _no_flops(sizes: Sizes) -> float:
 
 @dataclass(frozen=True)
 class Block:
-    """`sizes`: the first is the one of the published table. `result`: axes of the output; () for a scalar.
+    """`sizes`: three, named by `SIZES`. `result`: axes of the output; () for a scalar.
 
     `flops` of the forward in the unit that bounds it (matrix products), `backward` times as many for the
     backward. Least bytes: forward, every leaf read and the result written; backward, leaves and cotangent
@@ -80,6 +81,10 @@ class Block:
     def chains(self) -> bool:
         """Whether the result can be the next block's first leaf."""
         return self.result == self.leaves[0].shape
+
+    def named_sizes(self, names: tuple[str, ...] = SIZES) -> list[Sizes]:
+        """In the order of `SIZES`."""
+        return [sizes for name, sizes in zip(SIZES, self.sizes, strict=True) if name in names]
 
     def size_label(self, sizes: Sizes) -> str:
         return "x".join(str(sizes[n]) for n in self.label or tuple(sizes))

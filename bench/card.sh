@@ -2,27 +2,42 @@
 # What a machine with a card does in one call, inside the unpacked tar of bench/snapshot.sh: prove what was compiled
 # elsewhere, measure, run the card's tests.
 #   bash bench/card.sh [folder for results]     (default: $OUT, else results beside the source)
-# WHEELS: a folder of wheels for packages that are missing there. Every step has a time limit of its own, so that one
-# that hangs costs nothing but itself.
+# A step has a limit in seconds and costs nothing when that is 0; what it found is written as it goes. They run in
+# this order, with these defaults (all together 1060 s; a call that has less sets some to 0):
+#   PROVE_S=100 RUNTIME_S=150 MODELS_S=150 BLOCKS_S=450 BITS_S=50 TESTS_S=160 LOAD_S=0 HOST_S=0
+# CARDS="0 1": cards to use. ONLY, SKIP: words in names of blocks; implementations to leave out. SIZES, MODES: of
+# blocks, comma-separated. COMPILE_S: of BLOCKS_S, for compiling the peers (default 45 %). MAX_EVERYWHERE=1:
+# max-autotune at every size. BENCHES: further benches of the harness, EXTRA_S seconds each. TESTS_WIDTH=2:
+# processes of tests a card. WHEELS: a folder of wheels for packages that are missing there.
 set -u
 cd "$(dirname "$0")/.."
 HOME_OF_RUN=$(cd .. && pwd)
 RESULTS=${1:-${OUT:-$HOME_OF_RUN/results}}
 PYTHON=${PYTHON:-python3}
-mkdir -p "$RESULTS"
+WORK=$HOME_OF_RUN/work
+mkdir -p "$RESULTS" "$WORK"
 exec > >(tee -a "$RESULTS/log.txt") 2>&1
 export PYTHONUNBUFFERED=1
 FAILED=""
+CARDS=${CARDS:-0}
+CARD_LIST=${CARDS// /,}
 
 step() {  # step SECONDS NAME COMMAND...
     local limit=$1 name=$2 begin=$SECONDS
     shift 2
+    [ "$limit" -gt 0 ] || return 0
     echo "== $name (at most $limit s)" >&2
     timeout -k 10 "$limit" "$@"
     local code=$?
     echo "== $name: exit $code after $((SECONDS - begin)) s" >&2
     [ $code -eq 0 ] || FAILED="$FAILED $name($code)"
     return $code
+}
+
+each() {  # each OPTION WORDS: the option before every word
+    local option=$1 word
+    shift
+    for word in $*; do printf -- '%s %s ' "$option" "$word"; done
 }
 
 if [ -n "${WHEELS:-}" ]; then
@@ -36,7 +51,7 @@ export ESPER_LIBRARY="$HOME_OF_RUN/library" ESPER_KEYS="$HOME_OF_RUN/trust"
 
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,temperature.gpu --format=csv
 unset PYTHONDONTWRITEBYTECODE
-"$PYTHON" -m compileall -q esper_ir library runtime  # as an installed package is
+"$PYTHON" -m compileall -q esper_ir library runtime bench  # as an installed package is
 export PYTHONDONTWRITEBYTECODE=1
 if ! "$PYTHON" -c "import runtime._native" 2>/dev/null; then
     include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
@@ -47,45 +62,69 @@ if ! "$PYTHON" -c "import sys; from runtime import node; sys.exit(not node.avail
 fi
 "$PYTHON" -c "import runtime, json; print(json.dumps(runtime.doctor()))"
 
-# Those of named blocks; the host bench says why its own are not proven.
-IDS=$("$PYTHON" -c "import json, sys; print(*(k for k, v in json.load(open(sys.argv[1])).items() if not v['block'].startswith('host_')))" "$HOME_OF_RUN/compiled.json")
-# With several cards (CARDS="0 1 2 3") each proves its share.
-CARDS=${CARDS:-0}
-set -- $IDS
-prove() {  # prove CARD SHARE COUNT IDS...
-    local card=$1 share=$2 count=$3 mine=""
-    shift 3
-    for id in "$@"; do
-        [ $((share % count)) -eq 0 ] && mine="$mine $id"
+# Each card proves its share, the blocks with little memory first. The host bench says why its own are not proven.
+prove() {  # prove CARD SHARE COUNT
+    local card=$1 mine
+    mine=$("$PYTHON" - "$HOME_OF_RUN/compiled.json" "$2" "$3" "${ONLY:-}" <<'PY'
+import json, sys
+path, share, count, only = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
+made = [(f.get("leaf_bytes", 0), k) for k, f in json.load(open(path)).items()
+        if not f["block"].startswith("host_") and (not only or any(w in f["block"] for w in only))]
+print(*[k for _, k in sorted(made)][share::count])
+PY
+    )
+    [ -z "$mine" ] || CUDA_VISIBLE_DEVICES=$card step "${PROVE_S:-100}" "prove on card $card" \
+        "$PYTHON" -m gauntlet.cli bench $mine ${QUICK---quick}
+}
+if [ "${PROVE_S:-100}" -gt 0 ]; then
+    JUDGES=""
+    share=0
+    for card in $CARDS; do
+        prove "$card" "$share" "$(echo $CARDS | wc -w)" &
+        JUDGES="$JUDGES $!"
         share=$((share + 1))
     done
-    CUDA_VISIBLE_DEVICES=$card step "${PROVE_S:-100}" "prove on card $card" "$PYTHON" -m gauntlet.cli bench $mine \
-        ${QUICK---quick} --json > "$RESULTS/verdicts-$card.json"
-}
-share=0
-JUDGES=""
-for card in $CARDS; do
-    prove "$card" "$share" "$(echo $CARDS | wc -w)" "$@" &
-    JUDGES="$JUDGES $!"
-    share=$((share + 1))
+    wait $JUDGES
+    "$PYTHON" -m library.cli ls --json > "$RESULTS/artifacts.json"
+fi
+
+HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESULTS --cards $CARD_LIST"
+HARNESS="$HARNESS $(each --only "${ONLY:-}")$(each --skip "${SKIP:-}")"
+step "${LOAD_S:-0}" load $HARNESS load
+step "${HOST_S:-0}" host $HARNESS host --host-seconds $((${HOST_S:-0} / 2))
+step "${RUNTIME_S:-150}" runtime $HARNESS runtime --host-seconds 30
+step "${MODELS_S:-150}" models $HARNESS models --models-seconds $((${MODELS_S:-150} - 15))
+BLOCKS_S=${BLOCKS_S:-450}
+COMPILE_S=${COMPILE_S:-$((BLOCKS_S * 45 / 100))}
+step "$BLOCKS_S" blocks $HARNESS blocks --seconds $((BLOCKS_S - 20)) --compile-seconds "$COMPILE_S" \
+    --limit "${BLOCK_S:-120}" --peers "$WORK/peers" ${SIZES:+--sizes "$SIZES"} ${MODES:+--modes "$MODES"} \
+    ${MAX_EVERYWHERE:+--all-max}
+step "${BITS_S:-50}" bits $HARNESS bits
+for bench in ${BENCHES:-}; do
+    step "${EXTRA_S:-60}" "$bench" $HARNESS "$bench"
 done
-wait $JUDGES
-"$PYTHON" - "$RESULTS"/verdicts-*.json <<'PY'
-import json, sys
-for name in sys.argv[1:]:
-    try:
-        for v in json.load(open(name)).get("verdicts", []):
-            print(v["verdict"], v["artifact_id"], f"{v['seconds']:.1f} s", v["reason"])
-    except Exception as error:
-        print("no verdicts:", name, error)
-PY
-HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESULTS"
-step "${LOAD_S:-60}" load $HARNESS load ${ONLY:+--only "$ONLY"}
-step "${HOST_S:-90}" host $HARNESS host --host-seconds 45
-step "${BITS_S:-50}" bits $HARNESS bits ${ONLY:+--only "$ONLY"}
-step $((${BLOCKS_S:-290} + 20)) blocks $HARNESS blocks --seconds "${BLOCKS_S:-290}" --limit "${BLOCK_S:-150}" --cards "${CARDS// /,}" ${SKIP:+--skip "$SKIP"} ${ONLY:+--only "$ONLY"}
-if grep -rlq "mark.gpu" tests; then
-    step "${TESTS_S:-100}" tests env ESPER_REQUIRE_GPU=1 "$PYTHON" -m pytest -m gpu -q -x -p no:cacheprovider
+
+# The newest tests first, dealt out over the cards; a card's own comes first, so that tests of two find a second.
+tests() {  # tests SHARE COUNT CARD
+    local others
+    others=$(for other in $CARDS; do [ "$other" = "$3" ] || printf ',%s' "$other"; done)
+    CUDA_VISIBLE_DEVICES=$3$others SHARD=$1/$2 SHARD_LOG=$WORK/tests-$1.jsonl ESPER_REQUIRE_GPU=1 \
+        step "${TESTS_S:-160}" "tests $1" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider -p bench.shard --tb=short \
+        $(cat "$HOME_OF_RUN/gpu-tests") > "$WORK/tests-$1.txt"
+}
+if [ "${TESTS_S:-160}" -gt 0 ]; then
+    SHARES=""
+    share=0
+    count=$(($(echo $CARDS | wc -w) * ${TESTS_WIDTH:-2}))
+    for card in $CARDS; do
+        for _ in $(seq "${TESTS_WIDTH:-2}"); do
+            tests "$share" "$count" "$card" &
+            SHARES="$SHARES $!"
+            share=$((share + 1))
+        done
+    done
+    wait $SHARES
+    "$PYTHON" -m bench.shard "$WORK"/tests-*.jsonl > "$RESULTS/gpu-tests.json" || FAILED="$FAILED tests"
 fi
 echo "== all after $SECONDS s; failed:${FAILED:- none}"
 [ -z "$FAILED" ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,8 @@ from bench.results import REFERENCE_COPY_TBPS, figure, geomean
 
 KEY = ("block", "size", "dtype", "phase", "impl", "mode")
 GATE_MS, GATE_BLOCK, GATE_SIZE = 0.125, "rmsnorm_residual", "8192x4096"
-WALL_TARGET, DEV_TARGET, SLOWEST = 1.5, 1.2, 0.98
+WALL_TARGET, DEV_TARGET, GRAPHED_TARGET, SLOWEST = 1.5, 1.2, 1.2, 0.98
+LEAST_FLOOR_MS = 0.02
 COPY_SHARE = 0.90
 
 
@@ -55,28 +56,53 @@ def ratios(
 
 
 def of_blocks(
-    rows: list[dict[str, Any]], ceilings: Mapping[str, float], card: str, lost: int = 0
+    rows: list[dict[str, Any]],
+    ceilings: Mapping[str, float],
+    card: str,
+    lost: Sequence[str] = (),
+    waterfall: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Figures of the bench `blocks`; the gates are those of cards. `lost`: measurements that did not end."""
+    """Figures of the bench `blocks`; the gates are those of cards. `lost`: sizes without a row of ours."""
     found: dict[str, Any] = {}
-    quantities = (("wall", WALL_TARGET), ("dev", DEV_TARGET)) if card != "cpu" else (("wall", None),)
-    for quantity, target in quantities:
-        by_size = ratios(rows, quantity)
+    cuda = card != "cpu"
+    asked = [("wall", "plain", WALL_TARGET if cuda else None)]
+    if cuda:
+        asked += [("dev", "plain", DEV_TARGET), ("wall", "graphed", GRAPHED_TARGET)]
+    for quantity, mode, target in asked:
+        by_size = ratios(rows, quantity, mode)
+        name = f"fb_{quantity}" if mode == "plain" else f"fb_{mode}"
         mean = geomean(mid for mid, _, _ in by_size.values())
-        found[f"fb_{quantity}_geomean_vs_best_peer"] = figure(
+        found[f"{name}_geomean_vs_best_peer"] = figure(
             mean, "ratio", target, at_least=True, over=len(by_size)
         )
         slow = sorted(name for name, (_, _, high) in by_size.items() if high < SLOWEST)
         count = len(slow) if by_size else None
-        found[f"fb_{quantity}_slower_than_best_peer"] = figure(count, "sizes", 0, which=slow)
+        found[f"{name}_slower_than_best_peer"] = figure(count, "sizes", 0, which=slow)
     wrong = [
         " ".join(str(r.get(k)) for k in ("block", "size", "impl"))
         for r in rows
         if is_ours(r) and not r.get("correct")
     ]
-    found["wrong_or_missing"] = figure(len(wrong) + lost, "rows", 0, which=sorted(set(wrong)), lost=lost)
-    if card != "cpu":
-        found |= _gate(rows, ceilings, card)
+    which = sorted({*wrong, *lost})
+    found["wrong_or_missing"] = figure(len(which), "sizes", 0, which=which)
+    if cuda:
+        found |= _gate(rows, ceilings, card) | _kernels(waterfall)
+    return found
+
+
+def _kernels(waterfall: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many of our kernels miss their share of the measured ceiling; short ones, which only wait for
+    memory to answer, are not judged."""
+    ours = [r for r in waterfall if r["kind"] == "kernel" and r["floor_ms"] >= LEAST_FLOOR_MS]
+    found = {}
+    for bound, name in (
+        ("bytes", "memory_bound_kernels_under_90_percent"),
+        ("flops", "products_under_90_percent"),
+    ):
+        judged = [r for r in ours if r.get("bound") == bound]
+        low = [r for r in judged if not r["share"] or r["share"] < COPY_SHARE]
+        which = [f"{r['block']} {r['phase']} {r['step']} {r['share'] or 0.0:.2f}" for r in low]
+        found[name] = figure(len(low) if judged else None, "kernels", 0, over=len(judged), which=which)
     return found
 
 

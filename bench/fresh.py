@@ -10,6 +10,7 @@ kernels that Triton's just-in-time compiler built, graphs that Inductor did not 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -154,6 +155,12 @@ def step(fn: Fn, args: list[Any], flow: Any, backward: bool) -> None:
         torch.cuda.synchronize()
 
 
+def _wait_for(turn: str) -> None:
+    """The lock is kept to the end of the process."""
+    if turn:
+        fcntl.flock(os.open(turn, os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     import torch
@@ -173,6 +180,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
     if job["impl"] == "Triton JIT":
         _watch_triton()
+    _wait_for(job.get("turn", ""))
     started: list[str] = []
     sys.addaudithook(lambda event, _: started.append(event) if event in START else None)
     marks = [time.perf_counter()]

@@ -10,39 +10,35 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
 import torch
 
 from bench import bits, figures, host, load, peers, results, whole
-from bench.blocks import Block, Sizes, available
+from bench.blocks import SIZES, Block, Sizes, available
+from bench.crew import Crew, Job, Means, end_well, say
 from bench.measure import QUICK, Effort, ceilings
 from bench.prepare import HOST_BLOCK, REPEATED, compile_all
+from bench.training import MODELS
+from bench.whole_models import Bench
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
 from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
-ASKED = ("runtime",)  # only when named: host and load are part of it
+ASKED = ("runtime", "models")  # only when named: host and load are part of the first
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
-LIMIT_S, MIN_S = 170.0, 20.0
+LIMIT_S = 170.0
+MODES = ("plain", "graphed", "stack16")
 CPU_EFFORT = Effort(repeats=9, rounds=15)
-
-
-def say(text: str) -> None:
-    click.echo(f"[{time.strftime('%H:%M:%S')}] {text}", err=True)
 
 
 class Run:
@@ -60,6 +56,8 @@ class Run:
         self.device = results.device_here()
         say(f"measuring the ceilings of {self.device}")
         self.ceilings = ceilings(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory is for the processes that measure
         say(", ".join(f"{k} {v:.3g}" for k, v in self.ceilings.items()))
 
     def left(self) -> float:
@@ -76,10 +74,23 @@ class Run:
         return [block for block in available(self.only) if block.name in ids]
 
     def sizes(self, block: Block) -> list[Sizes]:
+        """Those asked for. A processor is measured at what it is used for: the small ones."""
+        wanted = block.named_sizes(self.options["sizes"])
         if self.device.type == "cuda":
-            return list(block.sizes)
-        small = [s for s in block.sizes if max(_elements(block, s)) <= CPU_ELEMENTS]
-        return small or [min(block.sizes, key=lambda s: max(_elements(block, s)))]
+            return wanted
+        small = [s for s in wanted if max(_elements(block, s)) <= CPU_ELEMENTS]
+        return small or [min(wanted, key=lambda s: max(_elements(block, s)))]
+
+    def sized(self, name: str) -> list[tuple[Block, Sizes]]:
+        """Blocks that are measured at the size of this name, those with long products first: their peers
+        compile longest."""
+        found = [
+            (block, sizes)
+            for block in self.blocks()
+            for sizes in block.named_sizes((name,))
+            if sizes in self.sizes(block)
+        ]
+        return sorted(found, key=lambda pair: -pair[0].flops(pair[1]))
 
     def document(self, bench: str, **parts: Any) -> dict[str, Any]:
         return {**results.header(bench, self.ceilings), **parts}
@@ -93,129 +104,74 @@ def _elements(block: Block, sizes: Sizes) -> list[int]:
 
 
 def blocks(run: Run) -> dict[str, Any]:
-    """Every block at every size, each in a process of its own; a row is kept from its last measurement.
-    With several cards one process a card: all implementations of one size are measured on one card."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    waterfalls, problems = [], []
-    cards: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for card in run.options["cards"].split(",") if run.options["cards"] else [""]:
-        cards.put(card)
-
-    def on_a_card(job: tuple[int, Block, Sizes]) -> list[dict[str, Any]] | None:
-        card = cards.get()
-        try:
-            return None if run.left() < MIN_S else _in_process(run, job[1], job[2], job[0] == 0, card)
-        finally:
-            cards.put(card)
-
-    jobs = [(at, block, sizes) for block in run.blocks() for at, sizes in enumerate(run.sizes(block))]
-    jobs.sort(key=lambda job: job[0])  # the main size of every block first
-    with ThreadPoolExecutor(max_workers=cards.qsize()) as pool:
-        answers = list(pool.map(on_a_card, jobs))
-    for (_, block, sizes), lines in zip(jobs, answers, strict=True):
-        label = {"block": block.name, "size": block.size_label(sizes)}
-        if lines is None:
-            problems.append({**label, "why": "no time was left"})
-        for line in lines or []:
-            kind = line.pop("kind")
-            if kind == "row":
-                rows[tuple(str(line.get(k)) for k in figures.KEY)] = line
-            elif kind == "waterfall":
-                waterfalls += [{**label, **r} for r in line["rows"]]
-            elif kind in ("broke", "killed"):
-                problems.append({**label, **line})
-    found = list(rows.values())
-    card = torch.cuda.get_device_name() if run.device.type == "cuda" else "cpu"
-    summary = figures.of_blocks(found, run.ceilings, card, len(problems))
-    return run.document("blocks", rows=found, figures=summary, waterfall=waterfalls, problems=problems)
+    """Every block at every size asked for: all compiled side by side, then measured one by one (on several
+    cards, all implementations of one size on one card). The file is written whenever a block is done, so
+    that a run that is stopped leaves what it has."""
+    jobs = [_job(run, block, sizes, at) for at in run.options["sizes"] for block, sizes in run.sized(at)]
+    sheet = Sheet(run, [job.label for job in jobs])
+    with tempfile.TemporaryDirectory(prefix="esper-peers-") as made:
+        cuda, now = run.device.type == "cuda", time.monotonic()
+        asked = run.options["cards"].split(",") if run.options["cards"] else [""]
+        means = Means(
+            tuple(asked) if cuda else (),
+            run.options["jobs"] or (max(1, (os.cpu_count() or 2) - 2) if cuda else 1),
+            now + min(run.options["compile_seconds"], run.left()),
+            run.end,
+            run.options["limit"],
+            run.options["peers"] or Path(made),
+        )
+        end_well(sheet.write)
+        Crew(jobs, means, sheet.tell).go()
+    return sheet.document()
 
 
-def _in_process(run: Run, block: Block, sizes: Sizes, first: bool, card: str = "") -> list[dict[str, Any]]:
-    effort = run.options["effort"]
-    named = [n for n in peers.names(block, run.device) if n not in run.options["skip"]]
-    impls = [n for n in named if n != peers.MAX or first or run.options["all_max"]]
-    job = {
-        "block": block.name, "sizes": dict(sizes), "impls": impls, "effort": asdict(effort), "stack": first,
-        "ceilings": run.ceilings, "library": str(run.library.home), "compiled": run.compiled,
-        "threads": run.options["threads"],
+def _job(run: Run, block: Block, sizes: Sizes, name: str) -> Job:
+    first = sizes == run.sizes(block)[0]
+    named = peers.names(block, run.device, name == SIZES[0] or run.options["all_max"])
+    impls = [n for n in named if n not in run.options["skip"]]
+    data = {
+        "block": block.name, "sizes": dict(sizes), "impls": impls,
+        "effort": asdict(run.options["effort"]), "stack": first and "stack16" in run.options["modes"],
+        "modes": run.options["modes"], "waterfall": first, "ceilings": run.ceilings,
+        "library": str(run.library.home), "compiled": run.compiled, "threads": run.options["threads"],
         "unproven": run.options["unproven"],
     }  # fmt: skip
-    label, begin = f"{block.name} {block.size_label(sizes)}", time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="esper-bench-") as folder:
-        place, out = Path(folder) / "job.json", Path(folder) / "out.jsonl"
-        place.write_text(json.dumps(job), encoding="utf-8")
-        ended = _bounded(
-            [sys.executable, "-m", "bench.worker", str(place), str(out)],
-            min(run.options["limit"], run.left()),
-            {"CUDA_VISIBLE_DEVICES": card} if card else {},
+    return Job(block, sizes, data)
+
+
+class Sheet:
+    """What a run of blocks has so far. A row is kept from its last measurement."""
+
+    def __init__(self, run: Run, wanted: list[str]) -> None:
+        self.run, self.wanted = run, wanted
+        self.rows: dict[tuple[str, ...], dict[str, Any]] = {}
+        self.waterfall: list[dict[str, Any]] = []
+        self.problems: list[dict[str, Any]] = []
+
+    def tell(self, job: Job, lines: list[dict[str, Any]]) -> None:
+        label = {"block": job.block.name, "size": job.block.size_label(job.sizes)}
+        for line in lines:
+            kind, line = line["kind"], {k: v for k, v in line.items() if k != "kind"}
+            if kind == "row":
+                self.rows[tuple(str(line.get(k)) for k in figures.KEY)] = line
+            elif kind == "waterfall":
+                self.waterfall += [{**label, **r} for r in line["rows"]]
+            elif kind in ("broke", "killed"):
+                self.problems.append({**label, **line})
+        self.write()
+
+    def document(self) -> dict[str, Any]:
+        run, rows = self.run, list(self.rows.values())
+        card = torch.cuda.get_device_name() if run.device.type == "cuda" else "cpu"
+        there = {f"{r['block']} {r['size']}" for r in rows if figures.is_ours(r)}
+        lost = sorted(set(self.wanted) - there)
+        found = figures.of_blocks(rows, run.ceilings, card, lost, self.waterfall)
+        return run.document(
+            "blocks", rows=rows, figures=found, waterfall=self.waterfall, problems=self.problems
         )
-        text = out.read_text(encoding="utf-8") if out.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    lines += _unfinished(lines, ended, block, sizes)
-    say(
-        f"{label}: {time.monotonic() - begin:.0f} s, {sum(x['kind'] == 'row' for x in lines)} rows, "
-        f"{ended or 'done'}"
-    )
-    for line in lines:
-        if line.get("why"):
-            say(f"  {line.get('impl', 'worker')}: {str(line['why'])[-300:]}")
-    return lines
 
-
-def _bounded(
-    command: list[str], seconds: float, environment: Mapping[str, str] = MappingProxyType({})
-) -> str:
-    """Empty when the process ended well; the process and all its children are gone afterwards."""
-    process = subprocess.Popen(
-        command,
-        cwd=results.ROOT,
-        stdout=sys.stderr,
-        start_new_session=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        code = process.wait(timeout=seconds)
-        return "" if code == 0 else f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        return f"stopped after {seconds:.0f} s"
-    finally:
-        _kill_group(process)
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, 9)
-    except (ProcessLookupError, PermissionError):
-        pass
-    process.wait()
-
-
-def _unfinished(lines: list[dict[str, Any]], ended: str, block: Block, sizes: Sizes) -> list[dict[str, Any]]:
-    """What a process that did not end well leaves to say: the peer it was at did not get there."""
-    if any(line["kind"] == "done" for line in lines):
-        return []
-    tried = [line["impl"] for line in lines if line["kind"] == "trying"]
-    base = {
-        "block": block.name,
-        "size": block.size_label(sizes),
-        "dtype": block.leaves[0].dtype,
-        "mode": "plain",
-    }
-    rows = [
-        {
-            "kind": "row",
-            **base,
-            "phase": phase,
-            "impl": impl,
-            "wall_ms": None,
-            "dev_ms": None,
-            "correct": False,
-            "why": ended,
-        }
-        for impl in tried[-1:]
-        for phase in ("f", "fb")
-    ]
-    return [*rows, {"kind": "killed", "why": ended}]
+    def write(self) -> None:
+        results.write(self.document(), self.run.options["out"])
 
 
 # -- the others
@@ -243,6 +199,14 @@ def runtimes(run: Run) -> dict[str, Any]:
     return run.document("runtime", **found)
 
 
+def models(run: Run) -> dict[str, Any]:
+    which = run.options["models"]
+    ids = {key: artifact for artifact, facts in run.compiled.items() for key in facts.get("modules", ())}
+    cuda = run.device.type == "cuda"
+    found = Bench(which, run.library.home, ids, run.options, cuda).measure()
+    return run.document("models", **found)
+
+
 def digests(run: Run) -> dict[str, Any]:
     rows = [
         row
@@ -253,7 +217,7 @@ def digests(run: Run) -> dict[str, Any]:
     return run.document("bits", rows=rows, figures=bits.figures(rows))
 
 
-DO = {"blocks": blocks, "host": hosts, "load": loads, "bits": digests, "runtime": runtimes}
+DO = {"blocks": blocks, "host": hosts, "load": loads, "bits": digests, "runtime": runtimes, "models": models}
 
 
 def provable(compiled: dict[str, dict[str, Any]]) -> list[str]:
@@ -264,7 +228,9 @@ def provable(compiled: dict[str, dict[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def opened(folder: Path | None, only: tuple[str, ...]) -> Iterator[tuple[Library, dict[str, dict[str, Any]]]]:
+def opened(
+    folder: Path | None, only: tuple[str, ...], models: str
+) -> Iterator[tuple[Library, dict[str, dict[str, Any]]]]:
     """The prepared library with its keys and what compiling took, or one made for this machine now."""
     if folder is not None:
         os.environ |= {"ESPER_KEYS": str(folder / "trust"), "ESPER_LIBRARY": str(folder / "library")}
@@ -275,7 +241,7 @@ def opened(folder: Path | None, only: tuple[str, ...]) -> Iterator[tuple[Library
     with tempfile.TemporaryDirectory(prefix="esper-bench-") as made:
         os.environ |= {"ESPER_KEYS": f"{made}/trust", "ESPER_LIBRARY": f"{made}/library"}
         with Library.open(Path(made) / "library", trust=Path(made) / "trust") as library:
-            compiled = compile_all("auto", library, only)
+            compiled = compile_all("auto", library, only, models)
             _prove(library, provable(compiled))
             yield library, compiled
 
@@ -288,6 +254,19 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
             say(f"{artifact}: {verdict.state} {verdict.reason}")
 
 
+def _words(allowed: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+    """Comma-separated words out of `allowed`, in its order."""
+
+    def read(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
+        given = [word for word in value.split(",") if word]
+        unknown = [word for word in given if word not in allowed]
+        if unknown or not given:
+            raise click.BadParameter(f"{', '.join(unknown) or 'nothing'}: choose from {', '.join(allowed)}")
+        return tuple(word for word in allowed if word in given)
+
+    return read
+
+
 @click.command()
 @click.argument("benches", nargs=-1, type=click.Choice((*BENCHES, *ASKED)))
 @click.option("--only", multiple=True, help="Words in the names of blocks (default: all with a blueprint).")
@@ -295,8 +274,19 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 @click.option("--limit", default=LIMIT_S, show_default=True, help="Seconds for one block at one size.")
 @click.option("--skip", multiple=True, help="Implementations to leave out, such as compile-max-autotune.")
-@click.option("--all-max", is_flag=True, help="max-autotune at every size, not only the first.")
+@click.option(
+    "--sizes", default=",".join(SIZES), show_default=True, callback=_words(SIZES), help="Of blocks."
+)
+@click.option(
+    "--modes", default=",".join(MODES), show_default=True, callback=_words(MODES), help="Of blocks."
+)
+@click.option("--all-max", is_flag=True, help="max-autotune at every size, not only at medium.")
+@click.option("--jobs", default=0, help="Processes that compile side by side (default: cores less two).")
+@click.option("--compile-seconds", default=3600.0, show_default=True, help="Limit of all compiling of peers.")
+@click.option("--peers", type=click.Path(path_type=Path), help="Folder that keeps what peers compiled.")
 @click.option("--host-seconds", default=80.0, show_default=True, help="Limit of the host bench.")
+@click.option("--models", type=click.Choice(tuple(MODELS)), default="large", help="Sizes of whole models.")
+@click.option("--models-seconds", default=150.0, show_default=True, help="Limit of the whole models.")
 @click.option("--side-rounds", default=3, show_default=True, help="Fresh processes of each implementation.")
 @click.option(
     "--seconds", default=7200.0, show_default=True, help="Limit of all block measurements together."
@@ -316,9 +306,10 @@ def main(
     """Measure and write one results file per bench (default: all but `runtime`, which holds two of them)."""
     effort = QUICK if quick else Effort() if torch.cuda.is_available() else CPU_EFFORT
     failed = 0
-    with opened(library, only) as (store, compiled):
-        run = Run(store, compiled, only, {**options, "effort": effort})
-        for bench in dict.fromkeys(benches or BENCHES):
+    asked = tuple(dict.fromkeys(benches or BENCHES))
+    with opened(library, only, options["models"] if "models" in asked else "") as (store, compiled):
+        run = Run(store, compiled, only, {**options, "effort": effort, "out": out})
+        for bench in asked:
             say(bench)
             try:
                 document = DO[bench](run)

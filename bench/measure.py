@@ -3,13 +3,16 @@
 Wall: events around one call after the second-level cache was overwritten, host gaps included (the protocol of
 `triton.testing.do_bench`). Device: the same work replayed from a CUDA graph. Host: calls enqueued in a row.
 Every figure is the median over repeats of the median of a repeat, with its 95 % order-statistic interval.
+While it runs, nothing else uses the card (`held`); long work has fewer rounds.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,18 +22,32 @@ from runtime import timing
 from runtime.timing import Timing
 
 Work = Callable[[], Any]
+Held = Callable[[], AbstractContextManager[Any]]
 PHASES = ("f", "fb")
 DEPTH = 17  # one block and sixteen more
 
 
 @dataclass(frozen=True)
 class Effort:
-    """`repeats` medians of `rounds` samples; on a card also `host_rounds` rounds of `host_calls` calls."""
+    """`repeats` medians of `rounds` samples; on a card also `host_rounds` rounds of `host_calls` calls.
+    `span_ms`: of one implementation and quantity on a card; fewer rounds where the calls would take longer.
+    """
 
     repeats: int = 9
-    rounds: int = 20
-    host_rounds: int = 11
+    rounds: int = 10
+    host_rounds: int = 9
     host_calls: int = 20
+    span_ms: float = 150.0
+
+    def within(self, call_ms: float) -> Effort:
+        """For calls that take this long."""
+        rounds = math.floor(self.span_ms / self.repeats / max(call_ms, 1e-3))
+        calls = math.floor(self.span_ms / self.host_rounds / max(call_ms, 1e-3))
+        return replace(
+            self,
+            rounds=max(min(self.rounds, rounds), 2),
+            host_calls=max(min(self.host_calls, calls), 2),
+        )
 
 
 QUICK = Effort(3, 3, 3, 3)
@@ -38,12 +55,21 @@ QUICK = Effort(3, 3, 3, 3)
 
 @dataclass
 class Figures:
-    """Timings in microseconds by implementation; empty where something cannot be measured."""
+    """Timings in microseconds by implementation; empty where something cannot be measured. `replay`: host
+    time of replaying the graph of the whole call."""
 
     wall: dict[str, Timing] = field(default_factory=dict)
     wall_iqr: dict[str, float] = field(default_factory=dict)
     dev: dict[str, Timing] = field(default_factory=dict)
     host: dict[str, Timing] = field(default_factory=dict)
+    replay: dict[str, Timing] = field(default_factory=dict)
+
+    def graphed(self, already: Collection[str] = ()) -> Figures:
+        """The same work in one CUDA graph: what a step then costs is its replay. `already`: those that bring
+        graphs of their own, whose calls are what they are."""
+        own = {name: self.wall[name] for name in already if name in self.wall}
+        host = {name: self.host[name] for name in own if name in self.host}
+        return Figures({**self.dev, **own}, {}, dict(self.dev), {**self.replay, **host})
 
     def row(self, impl: str) -> dict[str, Any]:
         """The timing fields of a row, milliseconds and for the host microseconds."""
@@ -73,10 +99,19 @@ def steps(fn: Callable[..., Any], args: list[Tensor], cotangent: Tensor, depth: 
     return {"f": forward, "fb": both}
 
 
-def measured(work: Mapping[str, Work], effort: Effort, device: torch.device, phase: str) -> Figures:
-    """All figures of one phase for several implementations."""
+def measured(
+    work: Mapping[str, Work],
+    effort: Effort,
+    device: torch.device,
+    phase: str,
+    *,
+    held: Held = nullcontext,
+    graphs: Collection[str] = (),
+) -> Figures:
+    """All figures of one phase for several implementations; those in `graphs` bring CUDA graphs of their own
+    and are not captured."""
     with torch.set_grad_enabled(phase == "fb"):
-        return _on_card(work, effort) if device.type == "cuda" else _on_cpu(work, effort)
+        return _on_card(work, effort, held, graphs) if device.type == "cuda" else _on_cpu(work, effort)
 
 
 def _on_cpu(work: Mapping[str, Work], effort: Effort) -> Figures:
@@ -85,29 +120,44 @@ def _on_cpu(work: Mapping[str, Work], effort: Effort) -> Figures:
     return Figures(wall=wall, wall_iqr=spread)
 
 
-def _on_card(work: Mapping[str, Work], effort: Effort) -> Figures:
+def _on_card(work: Mapping[str, Work], effort: Effort, held: Held, graphs: Collection[str]) -> Figures:
     found = Figures()
+    with held():  # one call of each, so that all are warm, and how long they take
+        once = timing.wall_times(work, rounds=1, inner=2, device=torch.device("cuda"))
+    effort = effort.within(sum(t.median for t in once.values()) / 1e3 / max(len(once), 1))
     run = functools.partial(timing.device_times, rounds=effort.rounds, graph=False)
-    found.wall, found.wall_iqr = repeated(functools.partial(run, work), effort.repeats)
-    found.host = timing.host_times(work, calls=effort.host_calls, rounds=effort.host_rounds)
+    found.wall, found.wall_iqr = repeated(functools.partial(run, work), effort.repeats, held)
+    hosts = functools.partial(timing.host_times, calls=effort.host_calls, rounds=effort.host_rounds)
+    with held():
+        found.host = hosts(work)
+        replays = _captured({n: fn for n, fn in work.items() if n not in graphs})
+    if replays:
+        found.dev, _ = repeated(functools.partial(run, replays), effort.repeats, held)
+        with held():
+            found.replay = hosts(replays)
+    return found
+
+
+def _captured(work: Mapping[str, Work]) -> dict[str, Work]:
+    """Replays of what can be captured."""
     replays = {}
     for name, fn in work.items():
         replay, graphed = timing.captured(fn)
         if graphed:
             replays[name] = replay
-    if replays:
-        found.dev, _ = repeated(functools.partial(run, replays), effort.repeats)
-    return found
+    return replays
 
 
 def repeated(
-    measure: Callable[[], dict[str, Timing]], repeats: int
+    measure: Callable[[], dict[str, Timing]], repeats: int, held: Held = nullcontext
 ) -> tuple[dict[str, Timing], dict[str, float]]:
     """Per name: the medians of the repeats as samples; the interquartile range of all samples together."""
     medians: dict[str, list[float]] = {}
     samples: dict[str, list[float]] = {}
     for _ in range(repeats):
-        for name, found in measure().items():
+        with held():
+            once = measure()
+        for name, found in once.items():
             medians.setdefault(name, []).append(found.median)
             samples.setdefault(name, []).extend(found.samples)
     spread = {name: Timing(tuple(found)).iqr for name, found in samples.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import Any
 
 import click
 
-from bench.blocks import available
+from bench.blocks import Block, available
 from bench.results import commit
+from bench.training import MODELS, model_blueprints
 from esper_ir import canonical, text
+from forge.explain import group_flops
 from forge.lower import PhaseLowering
+from forge.lowered import Call
 from forge.pass_manager import run
 from forge.pipelines import FAST, Pipeline, Step
 from forge.service import CompileResult, compile_file
@@ -32,6 +36,7 @@ HERE = Path(__file__).resolve().parent
 HOST_BLOCK = HERE / "blueprints" / "host_block.json"
 HOST_STEPS = 3
 REPEATED = "host_block_3"
+UNBUILT = replace(FAST, steps=tuple(s for s in FAST.steps if s[0] not in ("build", "package")))
 
 
 def repeat_last(work: Work) -> Work:
@@ -68,17 +73,63 @@ def compile_repeated(target: str, library: Library) -> str:
     return library.put_artifact(work.container).id
 
 
-def compile_all(target: str, library: Library, only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Every block that has a blueprint and the two host blocks; seconds of each by artifact id."""
+def compile_models(which: str, target: str, library: Library) -> dict[str, dict[str, Any]]:
+    """What `runtime.swap` puts into the whole models; one artifact may stand for several modules."""
     made: dict[str, dict[str, Any]] = {}
-    for path in [*(b.blueprint for b in available(tuple(only))), HOST_BLOCK]:
+    with tempfile.TemporaryDirectory(prefix="esper-models-") as folder:
+        for at, (key, blueprint) in enumerate(model_blueprints(which).items()):
+            path = Path(folder, f"{at}.json")
+            path.write_text(json.dumps(blueprint), encoding="utf-8")
+            for found in compile_file(path, targets=(target,), library=library):
+                facts = made.setdefault(
+                    found.artifact_id, {**_facts(blueprint["name"], found), "modules": []}
+                )
+                facts["modules"].append(key)
+                click.echo(f"{key}: {found.artifact_id} {found.seconds['total']:.1f} s", err=True)
+    return made
+
+
+def compile_all(
+    target: str, library: Library, only: Sequence[str] = (), models: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Every block that has a blueprint, the two host blocks and those of `models` ("large", "small", none);
+    seconds of each by artifact id."""
+    made: dict[str, dict[str, Any]] = {}
+    blocks = {block.blueprint: block for block in available(tuple(only))}
+    for path in [*blocks, HOST_BLOCK]:
         for found in compile_file(path, targets=(target,), library=library):
             made[found.artifact_id] = _facts(path.stem, found)
+            if path in blocks:
+                made[found.artifact_id] |= _of_block(blocks[path], path, target)
             click.echo(f"{path.stem}: {found.artifact_id} {found.seconds['total']:.1f} s", err=True)
+    if models:
+        made |= compile_models(models, target, library)
     repeated = compile_repeated(target, library)
     made[repeated] = {"block": REPEATED}
     click.echo(f"{REPEATED}: {repeated}", err=True)
     return made
+
+
+def kernel_flops(path: Path, target: str, block: Block) -> dict[str, dict[str, int]]:
+    """{size: {"phase group": operations}} of the groups that multiply in a kernel of ours."""
+    work = run(UNBUILT, Work(text.load(path), resolve(target), FAST.name))
+    found: dict[str, dict[str, int]] = {}
+    for sizes in block.sizes:
+        groups = {
+            f"{low.phase.name} {group.name}": group_flops(low.parts.graph, group, sizes)
+            for low in work.lowerings
+            for group, made in low.lowered
+            if not any(isinstance(step, Call) for step in made.steps)
+        }
+        found[block.size_label(sizes)] = {name: count for name, count in groups.items() if count}
+    return found
+
+
+def _of_block(block: Block, path: Path, target: str) -> dict[str, Any]:
+    """What the waterfall and the order of proofs ask for. `leaf_bytes` at the smallest size: what proving
+    cannot make smaller."""
+    least = min(sum(leaf.nbytes(sizes) for leaf in block.leaves) for sizes in block.sizes)
+    return {"flops": kernel_flops(path, target, block), "leaf_bytes": least}
 
 
 def _facts(name: str, found: CompileResult) -> dict[str, Any]:
@@ -102,11 +153,14 @@ def pack(folder: Path) -> Path:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--target", default="h100", show_default=True)
 @click.option("--only", multiple=True, help="Words in the names of blocks; the host blocks always.")
-def main(folder: Path, target: str, only: tuple[str, ...]) -> None:
+@click.option(
+    "--models", type=click.Choice(tuple(MODELS)), default="large", help="Of what size; default large."
+)
+def main(folder: Path, target: str, only: tuple[str, ...], models: str) -> None:
     """Compile the blocks for TARGET into FOLDER/library and pack it."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with Library.open(folder / "library", trust=folder / "trust", roles=("compiler",)) as library:
-        made = compile_all(target, library, only)
+        made = compile_all(target, library, only, models)
     (folder / "compiled.json").write_text(json.dumps(made, indent=1), encoding="utf-8")
     head, dirty = commit()
     (folder / "commit").write_text(f"{head} {int(dirty)}\n", encoding="utf-8")

@@ -1,9 +1,10 @@
 """Pictures and tables from the newest results files.
 
-    python -m bench.report
+    python -m bench.report [FILE.json ...]
 
-writes bench/results/<card>.svg, device and wall time of every block against the best peer, and the README's
-table (through docs.build, which also checks it).
+takes the files of a run into bench/results/ (a second run of one commit on one kind of card goes into the
+same file), then writes bench/results/<card>.svg, the time of every block against the best peer, and the
+README's tables (through docs.build, which also checks them).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import click
+
 from bench.figures import best_peer, groups, is_ours
+from bench.merge import take
 from bench.results import RESULTS, newest, short_card
-from docs import build
+from docs import build, measured
 
 WIDTH, LABEL, BAR, GAP, SCALE = 900, 270, 14, 12, 220  # pixels; SCALE: of a bar as long as the best peer's
 COLOURS = {"ours": "#1b6ca8", "peer": "#b0b7bf", "other": "#d9dde1", "wrong": "#c0392b"}
@@ -55,7 +59,8 @@ def svg(document: Mapping[str, Any]) -> str:
             y += BAR + 3
         y += GAP
     what = {"dev": "device time", "wall": "wall time"}[quantity]
-    head = f"{document['card']}: forward and backward, {what}; commit {document['commit'][:7]}"
+    commits = ", ".join(dict.fromkeys(c[:7] for c in document.get("commits", [document["commit"]])))
+    head = f"{document['card']}: forward and backward, {what}; commit {commits}"
     title = f'<text x="8" y="24" font-size="15">{escape(head)}</text>'
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" '
     style = 'font-family="sans-serif" font-size="12">'
@@ -64,20 +69,30 @@ def svg(document: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path = RESULTS) -> list[Path]:
-    """One picture per card."""
-    found = []
+    """One picture per card, of the newest measurement of each block there."""
+    found, all_runs = [], measured.documents(folder)
     for document in newest("blocks", folder):
+        runs = [d for d in all_runs if d["bench"] == "blocks" and d["card"] == document["card"]]
+        lines = measured.newest_rows(runs)
+        rows = [row for _, rows in lines.values() for row in rows]
+        commits = [run["commit"] for run, _ in lines.values()]
         path = folder / f"{short_card(document['card'])}.svg"
-        path.write_text(svg(document), encoding="utf-8")
+        path.write_text(svg({**document, "rows": rows, "commits": commits}), encoding="utf-8")
         found.append(path)
     return found
 
 
-def main() -> int:
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def main(files: tuple[Path, ...]) -> None:
+    """Take FILES into bench/results, draw the charts and rebuild the README's tables."""
+    for path in files:
+        click.echo(f"taken: {take(path, RESULTS)}")
     for path in write():
-        print(f"written: {path}")
-    return build.main()
+        click.echo(f"written: {path}")
+    sys.argv = sys.argv[:1]  # what docs.build reads
+    sys.exit(build.main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -112,8 +112,9 @@ def file_name(document: Mapping[str, Any]) -> str:
 def write(document: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(document)
-    path.write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    part = path.with_suffix(".part")  # whoever is stopped while writing leaves the file as it was
+    part.write_text(json.dumps(plain(document), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return part.replace(path)
 
 
 def plain(value: Any) -> Any:

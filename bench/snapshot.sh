@@ -11,6 +11,10 @@ FOLDER=$PWD/out/card
 rm -rf "$FOLDER" "$FOLDER.tar"
 mkdir -p -m 700 "$FOLDER" "$FOLDER/src"
 git archive "$COMMIT" | tar -x -C "$FOLDER/src"
+# Files with tests for a card, the last changed first.
+git grep -l "mark[.]gpu" "$COMMIT" -- 'tests/*.py' | cut -d: -f2 | while read -r file; do
+    printf '%s %s\n' "$(git log -1 --format=%ct "$COMMIT" -- "$file")" "$file"
+done | sort -rn | cut -d' ' -f2 > "$FOLDER/gpu-tests"
 cd "$FOLDER/src"
 include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
 gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so

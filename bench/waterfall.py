@@ -1,5 +1,5 @@
-"""What each step of an artifact's plans costs: bytes, floor, time on its own, share of the copy rate
-reached."""
+"""What each step of an artifact's plans costs: kernel or library call, bytes, operations, the floor of both,
+time on its own, and the share of that floor which it reaches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import flops
 from bench.measure import Effort, repeated
-from library.launch import ExternStep, KernelStep, Plan, evaluate
+from library.launch import ExternStep, KernelStep, Plan, View, evaluate
 from runtime import timing
 from runtime.binding import Block
 from runtime.executor import Dims, Program
@@ -52,10 +53,18 @@ def counts(found: Plans) -> dict[str, dict[str, int]]:
 
 
 def measure(
-    block: Block, args: list[Tensor], cotangent: Tensor, effort: Effort, copy_bytes: float
+    block: Block,
+    args: list[Tensor],
+    cotangent: Tensor,
+    effort: Effort,
+    rates: Mapping[str, float],
+    known: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """A row per step of inference, forward and backward, each step alone with a cold cache. Their sum is
-    above the time of the whole, where a step finds in the cache what the one before left there."""
+    above the time of the whole, where a step finds in the cache what the one before left there.
+
+    `rates`: the ceilings of the machine; `known`: operations of kernels, by "phase group".
+    """
     found = plans(block, args)
     program, rows = found.program, []
     with torch.no_grad(), program.current():
@@ -64,12 +73,17 @@ def measure(
         saved = forward[len(program.interface.outputs) :]
         for phase in ("inference", "forward", "backward"):
             given = [*saved, cotangent.contiguous()] if phase == "backward" else feeds
-            rows += _phase(found, phase, given, effort, copy_bytes)
+            rows += _phase(found, phase, given, effort, rates, known)
     return rows
 
 
 def _phase(
-    found: Plans, phase: str, feeds: list[Tensor], effort: Effort, copy_bytes: float
+    found: Plans,
+    phase: str,
+    feeds: list[Tensor],
+    effort: Effort,
+    rates: Mapping[str, float],
+    known: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     plan, program = found.plan(phase), found.program
     sizes = dict(zip(program.dim_names, found.dims, strict=True))
@@ -78,16 +92,55 @@ def _phase(
         alone = replace(plan, steps=(step,))
         work[str(at)] = _runner(program, alone, found.dims, feeds)
     timed = _times(work, effort, program.device)
+    counted = operations(plan, sizes, {n: count for n, count in known.items() if n.startswith(f"{phase} ")})
     rows = []
     for name in work:
-        steps = plan.steps if name == "all" else (plan.steps[int(name)],)
-        moved = least_bytes(plan, steps, sizes)
-        ms, floor = timed[name] / 1e3, 1e3 * moved / copy_bytes
-        what = "all" if name == "all" else steps[0].group
-        kind = "" if name == "all" else "extern" if isinstance(steps[0], ExternStep) else "kernel"
-        row = {"phase": phase, "step": what, "kind": kind, "bytes": moved, "floor_ms": floor, "ms": ms}
-        rows.append({**row, "share_of_copy": floor / ms if ms else None})
+        at = None if name == "all" else int(name)
+        steps, done = (plan.steps, sum(counted)) if at is None else ((plan.steps[at],), counted[at])
+        moved, ms = least_bytes(plan, steps, sizes), timed[name] / 1e3
+        row = {"phase": phase, "step": "all" if at is None else steps[0].group, **_kind(steps, at)}
+        rows.append({**row, "bytes": moved, "flops": done, **bounded(moved, done, ms, rates)})
     return rows
+
+
+def _kind(steps: tuple[KernelStep | ExternStep, ...], at: int | None) -> dict[str, str]:
+    if at is None:
+        return {"kind": ""}
+    step = steps[0]
+    return {"kind": "extern", "op": step.op} if isinstance(step, ExternStep) else {"kind": "kernel"}
+
+
+def bounded(moved: int, done: int, ms: float, rates: Mapping[str, float]) -> dict[str, Any]:
+    """The floor by bytes and by operations, and how much of it is reached."""
+    copy = 1e3 * moved / (rates["copy_TBps"] * 1e12)
+    rate = rates.get("bf16_TFLOPs", rates.get("fp32_TFLOPs", 0.0)) * 1e12
+    compute = 1e3 * done / rate if rate else 0.0
+    floor = max(copy, compute)
+    return {
+        "floor_ms": floor,
+        "bound": "bytes" if copy >= compute else "flops",
+        "ms": ms,
+        "share": floor / ms if ms else None,
+    }
+
+
+def operations(plan: Plan, sizes: Mapping[str, int], known: Mapping[str, int]) -> list[int]:
+    """Floating-point operations per step. Of several launches of one group the first multiplies."""
+    found, seen = [], set[str]()
+    for step in plan.steps:
+        if isinstance(step, ExternStep):
+            shapes = [[_shape(plan, view, sizes) for view in views] for views in (step.inputs, step.outs)]
+            found.append(flops.of_call(step, *shapes))
+            continue
+        first = step.group not in seen
+        found.append(known.get(f"{plan.phase} {step.group}", 0) if first else 0)
+        seen.add(step.group)
+    return found
+
+
+def _shape(plan: Plan, view: View, sizes: Mapping[str, int]) -> list[int]:
+    shape = [evaluate(s, sizes) for s in view.shape or plan.buffers[view.buffer].shape]
+    return [shape[axis] for axis in view.permute] if view.permute else shape
 
 
 def _runner(program: Program, plan: Plan, dims: Dims, feeds: list[Tensor]) -> Callable[[], Any]:
@@ -98,6 +151,8 @@ def _runner(program: Program, plan: Plan, dims: Dims, feeds: list[Tensor]) -> Ca
 def _times(work: Mapping[str, Callable[[], Any]], effort: Effort, device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         run = {name: timing.captured(fn)[0] for name, fn in work.items()}
+        once = timing.device_times(run, rounds=1, graph=False)
+        effort = effort.within(sum(t.median for t in once.values()) / 1e3 / len(once))
         measure_once = functools.partial(timing.device_times, run, rounds=effort.rounds, graph=False)
     else:
         measure_once = functools.partial(timing.cpu_times, work, rounds=effort.rounds)

@@ -1,16 +1,22 @@
-"""Measures one block at one size in a process of its own and writes what it found line by line, so that a
-peer that hangs or crashes takes nothing else with it.
+"""One block at one size in a process of its own, which writes what it found line by line, so that a peer
+that hangs or crashes takes nothing else with it.
 
     python -m bench.worker JOB.json OUT.jsonl
+
+A job is done twice. `prepare`: every implementation is compiled into the caches and compared with float64,
+beside the other jobs of a run. `measure`: all of them from the caches, with the card for itself.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +28,26 @@ from bench.blocks import Block, Sizes, named
 from bench.correct import Truth, digest, results, truth
 from bench.measure import DEPTH, Effort, Figures, marginal, measured, steps
 from bench.results import device_here, plain
+from bench.turns import Turn, bounded, guard_tuning
 from library.store import Library
 from runtime.binding import Block as Native
 
 STACK_BYTES = 256 << 20  # inputs above this are not stacked: seventeen graphs of every peer must fit
+CACHED_S = 45.0  # for what should only have to be read from a cache
+OURS = "esper"
+
+
+@dataclass
+class Impl:
+    """What is measured: a function, the tensors it is called with, and what is known about it."""
+
+    fn: peers.Fn
+    args: list[Tensor]
+    cotangent: Tensor
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def steps(self, phase: str, depth: int = 1) -> Callable[[], Any]:
+        return steps(self.fn, self.args, self.cotangent, depth)[phase]
 
 
 class Work:
@@ -38,15 +60,19 @@ class Work:
         self.effort = Effort(**job["effort"])
         self.rates: dict[str, float] = job["ceilings"]
         self.out, self.job = out, job
+        self.card = Turn(Path(job["card_lock"])) if job.get("card_lock") else None
         self.args = self.block.inputs(self.sizes, self.device)
         self.cotangent = self._cotangent()
-        self.fns: dict[str, peers.Fn] = {}
-        self.facts: dict[str, dict[str, Any]] = {}
+        self.impls: dict[str, Impl] = {}
 
     def _cotangent(self) -> Tensor:
         with torch.no_grad():
             out = self.block.fn(*self.args)
         return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(self.device, out.dtype)
+
+    def held(self) -> AbstractContextManager[Any]:
+        """The card, for as long as something is timed on it."""
+        return self.card.held() if self.card else nullcontext()
 
     def tell(self, kind: str, **fields: Any) -> None:
         line = json.dumps(plain({"kind": kind, **fields}))
@@ -58,92 +84,98 @@ class Work:
         floor = self.block.floor_ms(self.sizes, phase, self.rates["copy_TBps"] * 1e12, flops)
         label = self.block.size_label(self.sizes)
         row = {"block": self.block.name, "size": label, "dtype": self.block.leaves[0].dtype}
-        return {**row, "phase": phase, "impl": impl, "floor_ms": floor, **self.facts.get(impl, {})}
+        facts = dict(self.impls[impl].facts) if impl in self.impls else {}
+        counted = facts.pop("phases", {}).get(phase, {})
+        return {**row, "phase": phase, "impl": impl, "floor_ms": floor, **facts, **counted}
 
-    def failed(self, impl: str, why: str) -> None:
+    def lost(self, impl: str, why: str) -> None:
+        nothing = {"mode": "plain", "wall_ms": None, "dev_ms": None, "correct": False, "why": why}
         for phase in ("f", "fb"):
-            self.tell(
-                "row",
-                **self.base(impl, phase),
-                mode="plain",
-                wall_ms=None,
-                dev_ms=None,
-                correct=False,
-                why=why,
-            )
+            self.tell("row", **{**self.base(impl, phase), **nothing})
 
     # -- what takes part
 
-    def add_esper(self, library: Library) -> Native | None:
+    def add(self, name: str, library: Library) -> str:
+        """The name under which it takes part; "" when it cannot, which is told."""
         try:
-            block = peers.esper(
-                peers.blueprint_id(self.block.blueprint), library, allow_unvalidated=self.job["unproven"]
-            )
+            impl, made = self._esper(library) if name == OURS else (name, self._peer(name))
         except Exception as error:
-            self.failed("esper-fast", _reason(error))
-            return None
-        impl = f"esper-{block.report()['pipeline']}"
-        self.fns[impl] = block
-        ready = waterfall.plans(block, self.args)
-        for phase, counted in waterfall.counts(ready).items():
-            self.facts.setdefault(impl, {})[phase] = counted
-        compiled = self.job["compiled"].get(block.artifact_id, {})
-        self.facts[impl] = {
-            "artifact": block.artifact_id,
-            "proven": block.report()["verdict"] is not None,
-            "compile_s": compiled.get("total"),
-            **self.facts[impl],
-        }
-        return block
+            self.lost("esper-fast" if name == OURS else name, _reason(error))
+            return ""
+        self.impls[impl] = made
+        return impl
 
-    def add_peer(self, name: str) -> bool:
-        try:
-            fn, seconds = peers.peer(name, self.block, self.args, self.cotangent)
-        except Exception as error:
-            self.failed(name, _reason(error))
-            return False
-        self.fns[name] = fn
-        self.facts[name] = {"compile_s": seconds if name in peers.COMPILE_OPTIONS else 0.0}
-        return True
+    def _esper(self, library: Library) -> tuple[str, Impl]:
+        name = peers.blueprint_id(self.block.blueprint)
+        block = peers.esper(name, library, allow_unvalidated=self.job["unproven"])
+        report = block.report()
+        facts = {
+            "artifact": block.artifact_id,
+            "proven": report["verdict"] is not None,
+            "compile_s": self.job["compiled"].get(block.artifact_id, {}).get("total"),
+            "phases": waterfall.counts(waterfall.plans(block, self.args)),
+        }
+        return f"esper-{report['pipeline']}", Impl(block, self.args, self.cotangent, facts)
+
+    def _peer(self, name: str) -> Impl:
+        args, cotangent = peers.tensors(name, self.args, self.cotangent)
+        fn, seconds = peers.peer(name, self.block, args, cotangent)
+        compiled = name.startswith(peers.COMPILE)
+        if name in peers.OWN_TENSORS:  # what it wrote into them is undone before results are compared
+            args, cotangent = peers.tensors(name, self.args, self.cotangent)
+        return Impl(fn, args, cotangent, {"compile_s": seconds if compiled else 0.0})
+
+    def check(self, against: Truth, name: str) -> None:
+        impl = self.impls[name]
+        with self.held():
+            got = results(impl.fn, impl.args, impl.cotangent)
+            why = against.why_wrong(got)
+            impl.facts |= {"correct": not why, **({"why": why} if why else {})}
+            if name.startswith(OURS):
+                impl.facts["digests"] = dict(zip(against.names, map(digest, got), strict=True))
 
     # -- what is found
 
-    def check(self, against: Truth, impls: list[str]) -> None:
-        for impl in impls:
-            got = results(self.fns[impl], self.args, self.cotangent)
-            why = against.why_wrong(got)
-            self.facts[impl] |= {"correct": not why, **({"why": why} if why else {})}
-            if impl.startswith("esper"):
-                named_digests = dict(zip(against.names, map(digest, got), strict=True))
-                self.facts[impl]["digests"] = named_digests
-
     def rows(self, mode: str, phase: str, found: Figures) -> None:
-        for impl in self.fns:
+        for impl in self.impls:
             facts = self.base(impl, phase)
-            counted = facts.pop(phase, None) or {}
-            facts = {k: v for k, v in facts.items() if k not in ("f", "fb")}
             if mode != "plain":
-                facts = {k: v for k, v in facts.items() if k != "digests"}
-            self.tell("row", **facts, **counted, mode=mode, **found.row(impl))
+                facts.pop("digests", None)
+            timed = found.row(impl)
+            if mode == "plain" or timed["wall_ms"] is not None:
+                self.tell("row", **facts, mode=mode, **timed)
 
     def measure(self) -> None:
-        stacked = self.block.chains and self.job["stack"] and self._bytes() <= STACK_BYTES
+        cuda = self.device.type == "cuda"
         for phase in ("f", "fb"):
-            work = {n: steps(fn, self.args, self.cotangent)[phase] for n, fn in self.fns.items()}
-            one = measured(work, self.effort, self.device, phase)
+            work = {n: impl.steps(phase) for n, impl in self.impls.items()}
+            one = self._measured(work, self.effort, phase)
             self.rows("plain", phase, one)
-            if stacked and phase == "fb":
-                fewer = replace(
-                    self.effort,
-                    repeats=min(5, self.effort.repeats),
-                    rounds=min(6, self.effort.rounds),
-                    host_calls=5,
-                    host_rounds=min(7, self.effort.host_rounds),
-                )
-                deep = {n: steps(fn, self.args, self.cotangent, DEPTH)[phase] for n, fn in self.fns.items()}
-                self.rows("stack16", phase, marginal(one, measured(deep, fewer, self.device, phase)))
-            if self.device.type == "cuda":
+            if cuda and "graphed" in self.job["modes"]:
+                self.rows("graphed", phase, one.graphed((peers.REDUCE,)))
+            if self.job["stack"] and phase == "fb" and self.block.chains and self._bytes() <= STACK_BYTES:
+                fewer = replace(self.effort, repeats=min(5, self.effort.repeats))
+                # CUDA graphs of the compiler are one per place in a stack: they are not what is stacked.
+                deep = {n: i.steps(phase, DEPTH) for n, i in self.impls.items() if n != peers.REDUCE}
+                self.rows("stack16", phase, marginal(one, self._measured(deep, fewer, phase)))
+            if cuda:
                 torch.cuda.empty_cache()
+
+    def _measured(self, work: dict[str, Callable[[], Any]], effort: Effort, phase: str) -> Figures:
+        return measured(work, effort, self.device, phase, held=self.held, graphs=(peers.REDUCE,))
+
+    def waterfall(self) -> None:
+        """Every step of ours on its own."""
+        ours = next((i for n, i in self.impls.items() if n.startswith(OURS)), None)
+        if ours is None or not self.job["waterfall"]:
+            return
+        assert isinstance(ours.fn, Native)
+        effort = replace(self.effort, repeats=3, rounds=min(self.effort.rounds, 7))
+        facts = self.job["compiled"].get(ours.fn.artifact_id, {})
+        known = facts.get("flops", {}).get(self.block.size_label(self.sizes), {})
+        with self.held():
+            rows = waterfall.measure(ours.fn, ours.args, ours.cotangent, effort, self.rates, known)
+        self.tell("waterfall", rows=rows)
 
     def _bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.args)
@@ -154,28 +186,47 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0][:200] if text else ''}"
 
 
+def prepare(work: Work, library: Library) -> None:
+    """Compiles and compares everything, a line as each is ready."""
+    with work.held():
+        against = truth(work.block.blueprint, work.block.fn, work.args, work.cotangent)
+    for name in (OURS, *work.job["impls"]):
+        work.tell("trying", impl=name)
+        impl = work.add(name, library)
+        if impl:
+            work.check(against, impl)
+            work.tell("ready", name=name, facts=work.impls[impl].facts)
+            del work.impls[impl]  # its memory is for the next
+
+
+def measure(work: Work, library: Library) -> None:
+    """Everything that got ready, in one interleaved measurement."""
+    for name, facts in work.job["ready"].items():
+        with bounded(CACHED_S):
+            impl = work.add(name, library)
+        if impl:
+            work.impls[impl].facts |= facts
+    with _alone(work.job.get("turn_lock")):
+        work.measure()
+        work.waterfall()
+
+
+@contextmanager
+def _alone(path: str | None) -> Iterator[None]:
+    """Only one process of a card measures; those after it get ready meanwhile."""
+    gc.collect()
+    gc.freeze()  # a collection before every repeat would walk all of the compilers
+    with Turn(Path(path)).held() if path else nullcontext():
+        yield
+
+
 def run(job: dict[str, Any], out: Path) -> None:
     begin = time.perf_counter()
     work = Work(job, out)
+    if work.card is not None and work.device.type == "cuda":
+        guard_tuning(work.card)
     with Library.open(job["library"], create=False, readonly=True) as library:
-        native = work.add_esper(library)
-        late = [n for n in job["impls"] if n == peers.MAX]
-        for name in job["impls"]:
-            if name not in late:
-                work.add_peer(name)
-        against = truth(work.block.blueprint, work.block.fn, work.args, work.cotangent)
-        work.check(against, list(work.fns))
-        work.measure()
-        if native is not None:
-            rates = work.rates["copy_TBps"] * 1e12
-            effort = replace(work.effort, repeats=3)
-            work.tell("waterfall", rows=waterfall.measure(native, work.args, work.cotangent, effort, rates))
-        # The peer that may take minutes comes last; when it is there, all are measured again beside it.
-        for name in late:
-            work.tell("trying", impl=name)
-            if work.add_peer(name):
-                work.check(against, [name])
-                work.measure()
+        {"prepare": prepare, "measure": measure}[job["do"]](work, library)
     work.tell("done", seconds=time.perf_counter() - begin)
 
 

@@ -10,7 +10,6 @@ run, the README's blueprint from examples/ and its table from bench/results/.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import click
 
-from docs import families, samples
+from docs import families, measured, samples
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -164,67 +163,6 @@ def _said(outcome: str | None) -> str:
     return {"works": "yes", "torch": "refused by torch"}[outcome]
 
 
-def bench_table() -> str:
-    """Times and figures of the newest results file per bench and card."""
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        key = result["bench"], result["card"]
-        if result["date"] >= newest.get(key, result)["date"]:
-            newest[key] = result
-    if not newest:
-        return "No measurement is committed yet.\n"
-    tables = [_card_table(result) for _, result in sorted(newest.items()) if _timed(result)]
-    tables += [_figures(result) for _, result in sorted(newest.items()) if result.get("figures")]
-    return "\n".join(tables)
-
-
-def _head(result: dict[str, Any]) -> str:
-    when = f"{result['date'][:10]}, commit {result['commit'][:7]}"
-    return f"{result['bench']} on {result['card']}, torch {result['versions']['torch']}, {when}"
-
-
-def _figures(result: dict[str, Any]) -> str:
-    lines = [f"{_head(result)}\n", "| figure | value | target | met |", "|---|---|---|---|"]
-    for name, row in result["figures"].items():
-        met = {True: "yes", False: "no"}.get(row.get("met"), "-")
-        target = "-" if row.get("target") is None else f"{row['target']:g} {row['unit']}"
-        value = "not measured" if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
-        lines.append(f"| {name} | {value} | {target} | {met} |")
-    return "\n".join(lines) + "\n"
-
-
-def _timed(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of single steps with a time: what the table shows. Missing and wrong ones stay."""
-    rows = result.get("rows", [])
-    plain = [row for row in rows if row.get("phase") == "fb" and row.get("mode", "plain") == "plain"]
-    return [row for row in plain if "wall_ms" in row]
-
-
-def _card_table(result: dict[str, Any]) -> str:
-    rows = _timed(result)
-    impls = list(dict.fromkeys(row["impl"] for row in rows))
-    lines = [f"{_head(result)}; device / wall ms, forward and backward\n"]
-    lines += ["| block | floor | " + " | ".join(impls) + " |", "|---" * (len(impls) + 2) + "|"]
-    for key in dict.fromkeys((row["block"], row["size"], row["dtype"]) for row in rows):
-        cells = {row["impl"]: row for row in rows if (row["block"], row["size"], row["dtype"]) == key}
-        floor = next(iter(cells.values())).get("floor_ms")
-        shown = [f"{floor:.3f}" if floor else "-", *(_cell(cells.get(impl)) for impl in impls)]
-        lines.append(f"| {' '.join(key)} | " + " | ".join(shown) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    """Times; "wrong" for a result that is off, and the reason for one that did not come at all."""
-    if row is None:
-        return "-"
-    if not row.get("correct", True):
-        measured = row.get("dev_ms") is not None or row.get("wall_ms") is not None
-        return "wrong" if measured or not row.get("why") else str(row["why"])[:40]
-    times = (row.get("dev_ms"), row.get("wall_ms"))
-    return " / ".join("-" if time is None else f"{time:.3f}" for time in times)
-
-
 def between(text: str, mark: str, body: str) -> str:
     """`text` with what stands between the marks `<!-- mark:begin -->` and `<!-- mark:end -->` replaced."""
     begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
@@ -248,7 +186,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield from families.pages()
     path = ROOT / "README.md"
     text = between(path.read_text(encoding="utf-8"), "example", example())
-    yield path, between(text, "bench", bench_table())
+    yield path, between(text, "bench", measured.tables())
 
 
 def main() -> int:

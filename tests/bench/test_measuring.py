@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import blocks, compare, correct, figures, harness, load, measure, peers, prepare, report, results
+from bench import blocks, compare, correct, figures, load, measure, prepare, report, results
 from esper_ir import reference, text
 from forge.pass_manager import run
 from forge.target import resolve
@@ -135,7 +135,7 @@ def test_figures_of_blocks():
 
 
 def test_nothing_measured_meets_nothing():
-    found = figures.of_blocks([], {"copy_TBps": 3.0}, "NVIDIA H100", lost=2)
+    found = figures.of_blocks([], {"copy_TBps": 3.0}, "NVIDIA H100", lost=["a 1", "b 2"])
     assert found["wrong_or_missing"]["value"] == 2
     assert not [name for name, one in found.items() if one["met"]]
     wrong = figures.of_blocks([row("esper-fast", 0.1, correct=False)], {"copy_TBps": 4.25}, "NVIDIA H200")
@@ -192,23 +192,25 @@ def test_picture(tmp_path: Path):
     assert told.count("<rect") == 4 and "esper-fast 0.12 ms" in told and report.COLOURS["ours"] in told
 
 
+def test_a_graphed_step_is_its_replay():
+    wall, dev, host = (Timing((t, t, t)) for t in (30.0, 10.0, 5.0))
+    one = measure.Figures({"a": wall, "b": wall}, {}, {"a": dev}, {"a": host, "b": host}, {"a": dev})
+    found = one.graphed(("b",))
+    assert found.wall == {"a": dev, "b": wall} and found.host == {"a": dev, "b": host}
+    assert found.dev == {"a": dev} and one.graphed().row("b")["wall_ms"] is None
+
+
+def test_long_calls_have_fewer_rounds():
+    usual = measure.Effort()
+    assert usual.within(0.1) == usual
+    long = usual.within(20.0)
+    assert (long.rounds, long.host_calls, long.repeats) == (2, 2, usual.repeats)
+
+
 def test_marginal_is_per_block():
     one = measure.Figures(host={"a": Timing((10.0, 10.0, 10.0))})
     deep = measure.Figures(host={"a": Timing((26.0, 42.0, 26.0))})
     assert measure.marginal(one, deep).host["a"].samples == (1.0, 2.0, 1.0)
-
-
-def test_a_peer_that_hangs_is_told_and_killed(tmp_path: Path):
-    ended = harness._bounded([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-    assert ended.startswith("stopped")
-    block = blocks.named("small_mlp")
-    lines = harness._unfinished([{"kind": "trying", "impl": peers.MAX}], ended, block, block.sizes[0])
-    assert [(x["kind"], x.get("impl")) for x in lines] == [
-        ("row", peers.MAX),
-        ("row", peers.MAX),
-        ("killed", None),
-    ]
-    assert harness._unfinished([{"kind": "done"}], "", block, block.sizes[0]) == []
 
 
 def test_three_launches_each_way():

@@ -1,0 +1,120 @@
+"""The README's tables of measurements, from the results files in bench/results/.
+
+A block's line is that of the newest run that measured it, on whatever card; where runs differ, every line
+says which it is from. Figures are those of the newest run of a bench on a card.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+Key = tuple[str, str, str]
+
+
+def documents(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """All results files, oldest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda document: document["date"])
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """Times of blocks and whole models, then figures."""
+    found = documents(folder)
+    if not found:
+        return "No measurement is committed yet.\n"
+    parts: list[str] = []
+    for where in (True, False):  # on cards, then on processors
+        here = [d for d in found if (d["card"] != "cpu") is where]
+        parts += block_table([d for d in here if d["bench"] == "blocks"])
+        parts += model_table([d for d in here if d["bench"] == "models"])
+    newest = {(d["bench"], d["card"]): d for d in found}
+    parts += [_figures(d) for _, d in sorted(newest.items()) if d.get("figures")]
+    return "\n".join(parts)
+
+
+def name_of(document: dict[str, Any]) -> str:
+    """The card and the commit of a run, short: "H200 5eddb4f"."""
+    card = re.search(r"\b([A-Z]{1,2}\d{2,3}[A-Z]?)\b", document["card"])
+    return f"{card[1] if card else document['card']} {document['commit'][:7]}"
+
+
+def head(document: dict[str, Any]) -> str:
+    when = f"{document['date'][:10]}, commit {document['commit'][:7]}"
+    return f"{document['bench']} on {document['card']}, torch {document['versions']['torch']}, {when}"
+
+
+def newest_rows(found: Iterable[dict[str, Any]]) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Block, size and type -> (the newest run that has a time of it, its plain rows of forward and backward);
+    a run that only says why there is none counts where there is no other. Missing and wrong rows stay."""
+    kept: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    for document in found:
+        mine: dict[Key, list[dict[str, Any]]] = {}
+        for row in document.get("rows", []):
+            if row.get("phase") == "fb" and row.get("mode", "plain") == "plain" and "wall_ms" in row:
+                mine.setdefault((row["block"], row["size"], row["dtype"]), []).append(row)
+        for key, rows in mine.items():
+            if key not in kept or any(row["wall_ms"] is not None for row in rows):
+                kept[key] = (document, rows)
+    return kept
+
+
+def block_table(found: list[dict[str, Any]]) -> list[str]:
+    lines = newest_rows(found)
+    if not lines:
+        return []
+    runs = list({id(document): document for document, _ in lines.values()}.values())
+    impls = list(dict.fromkeys(row["impl"] for _, rows in lines.values() for row in rows))
+    impls.sort(key=lambda impl: not impl.startswith("esper"))
+    several = ["run"] if len(runs) > 1 else []
+    out = [*(f"{head(document)}; device / wall ms, forward and backward\n" for document in runs)]
+    out += ["| " + " | ".join(["block", "floor", *impls, *several]) + " |"]
+    out += ["|---" * (len(impls) + 2 + len(several)) + "|"]
+    for key, (document, rows) in lines.items():
+        cells = {row["impl"]: row for row in rows}
+        floor = rows[0].get("floor_ms")
+        shown = [f"{floor:.3f}" if floor else "-", *(cell(cells.get(impl)) for impl in impls)]
+        shown += [name_of(document)] if several else []
+        out.append(f"| {' '.join(key)} | " + " | ".join(shown) + " |")
+    return ["\n".join(out) + "\n"]
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Times; "wrong" for a result that is off, and the reason for one that did not come at all."""
+    if row is None:
+        return "-"
+    if not row.get("correct", True):
+        measured = row.get("dev_ms") is not None or row.get("wall_ms") is not None
+        return "wrong" if measured or not row.get("why") else str(row["why"])[:40]
+    times = (row.get("dev_ms"), row.get("wall_ms"))
+    return " / ".join("-" if time is None else f"{time:.3f}" for time in times)
+
+
+def model_table(found: list[dict[str, Any]]) -> list[str]:
+    """Of the newest run: what is counted in a second, and the most memory."""
+    if not found:
+        return []
+    document = found[-1]
+    lines = ["| model | way | in a second | ms a step | peak MiB | losses over noise |", "|---" * 6 + "|"]
+    for row in document["rows"]:
+        rate = f"{row['per_s']:.0f} {row['counted']}" if row.get("per_s") else str(row.get("why", "-"))[:40]
+        step = f"{row['wall_ms']:.2f}" if row["wall_ms"] else "-"
+        peak = f"{row['peak_MiB']:.0f}" if row.get("peak_MiB") else "-"
+        off = f"{row['loss_off'] / row['loss_noise']:.2f}" if "loss_off" in row else "-"
+        model = f"{row['block']} {row['size']} {row['dtype']}"
+        lines.append(f"| {model} | {row['impl']} | {rate} | {step} | {peak} | {off} |")
+    return [f"{head(document)}; training steps\n\n" + "\n".join(lines) + "\n"]
+
+
+def _figures(document: dict[str, Any]) -> str:
+    lines = [f"{head(document)}\n", "| figure | value | target | met |", "|---|---|---|---|"]
+    for name, row in document["figures"].items():
+        met = {True: "yes", False: "no"}.get(row.get("met"), "-")
+        target = "-" if row.get("target") is None else f"{row['target']:g} {row['unit']}"
+        value = "not measured" if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
+        lines.append(f"| {name} | {value} | {target} | {met} |")
+    return "\n".join(lines) + "\n"
