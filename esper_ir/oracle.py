@@ -76,21 +76,42 @@ def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) 
     the block do on these values. SPREAD sqrt(K) u_compute max(|y|, rms): another order of summation. After
     Higham, Accuracy and Stability of Numerical Algorithms, ch. 3, with the probabilistic sqrt(K).
     """
-    bounds, inner = BOUNDS[dtype], BOUNDS[dtype.compute]
-    size = fp64.abs()
     error = torch.nan_to_num((eager.double() - fp64).abs(), nan=0.0, posinf=0.0, neginf=0.0)
+    return _bound(fp64.abs(), error, _rms(fp64[torch.isfinite(fp64)].double()), accumulation, dtype)
+
+
+def _bound(size: Tensor, error: Tensor, rms: float, accumulation: int, dtype: DType) -> Tensor:
+    """`element_bound` from |fp64|, eager's error and the root mean square of fp64, all finite."""
+    bounds, inner = BOUNDS[dtype], BOUNDS[dtype.compute]
     whole = error.numel() == 0 or error.ndim < 1 or error.shape[-1] < SHORT_ROW
     row = (error.max() if error.numel() else error.sum()) if whole else error.amax(-1, keepdim=True)
-    rms = _rms(fp64)
     spread = SPREAD * math.sqrt(max(accumulation, 1)) * inner.roundoff
-    return bounds.roundoff * size + bounds.element * row + spread * size.clamp(min=rms) + 2 * bounds.tiny
+    bound = size.clamp(min=rms).mul_(spread).add_(size, alpha=bounds.roundoff)
+    return bound.add_(bounds.element * row + 2 * bounds.tiny)
+
+
+SQUARE_TOP, SQUARE_LEAST = 1e140, 1e-140
+"""Squares of magnitudes between these neither overflow nor vanish in float64."""
 
 
 def _rms(values: Tensor) -> float:
-    """Root mean square of the finite values, scaled so that squares neither overflow nor vanish."""
-    finite = values[torch.isfinite(values)].double()
-    top = float(finite.abs().max()) if finite.numel() else 0.0
-    return top * float((finite / top).square().mean().sqrt()) if top else 0.0
+    """Root mean square of finite float64 values, scaled where squares would overflow or vanish."""
+    if not values.numel():
+        return 0.0
+    top = _top(values)
+    if not top:
+        return 0.0
+    if SQUARE_LEAST < top < SQUARE_TOP:
+        return float(torch.linalg.vector_norm(values)) / math.sqrt(values.numel())
+    return top * float((values / top).square().mean().sqrt())
+
+
+def _top(values: Tensor) -> float:
+    """Largest magnitude; NaN where there is one."""
+    if not values.numel():
+        return 0.0
+    low, high = torch.aminmax(values)
+    return float(torch.maximum(low.abs(), high.abs()))
 
 
 def classes(values: Tensor) -> Tensor:
@@ -100,7 +121,8 @@ def classes(values: Tensor) -> Tensor:
 
 
 def _index(mask_or_value: Tensor) -> tuple[int, ...]:
-    at = int(mask_or_value.reshape(-1).to(torch.float64).argmax())
+    flat = mask_or_value.reshape(-1)
+    at = int((flat.to(torch.uint8) if flat.dtype is torch.bool else flat).argmax())
     return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mask_or_value.shape))
 
 
@@ -130,6 +152,8 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
         return _failed(f"the result is {found} instead of {dtype.value}{list(fp64.shape)}")
     if not dtype.is_floating:
         return _exact(result, fp64)
+    if all(_top(t) <= _LARGEST[dtype] for t in (result, fp64, eager)):
+        return _judge(result, fp64, eager, accumulation, dtype)
     kind, meant, plain = classes(result), classes(fp64.to(result.dtype)), classes(eager)
     wrong = (kind != meant) & ((meant == plain) | (kind != plain))
     if bool(wrong.any()):
@@ -142,23 +166,58 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
     return _judge(own, wide, theirs, accumulation, dtype)
 
 
+_LARGEST = {dtype: torch.finfo(getattr(torch, dtype.value)).max for dtype in BOUNDS}
+
+
 def _judge(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Comparison:
+    """Of finite values."""
     bounds = BOUNDS[dtype]
     if not result.numel():
         return Comparison(True, 0.0, 0.0, None)
-    error = (result - fp64).abs()
-    own, theirs = _rms(error), _rms(eager - fp64)
-    allowed = max(bounds.rmse * theirs, bounds.floor * bounds.roundoff * _rms(fp64), 2 * bounds.tiny)
-    margin = error / element_bound(fp64, eager, accumulation, dtype)
-    at, worst = _index(margin), float(margin.max())
+    pieces = _pieces(result, fp64, eager)
+    exact = [p[1].double() for p in pieces]
+    errors = [(_off(p[0], w), _off(p[2], w)) for p, w in zip(pieces, exact, strict=True)]
+    own, theirs, rms = (_rms_of(rows) for rows in ([a for a, _ in errors], [b for _, b in errors], exact))
+    allowed = max(bounds.rmse * theirs, bounds.floor * bounds.roundoff * rms, 2 * bounds.tiny)
+    worst, at, before = -1.0, 0, 0
+    for (mine, plain), wide in zip(errors, exact, strict=True):
+        margin = (mine / _bound(wide.abs(), plain, rms, accumulation, dtype)).reshape(-1)
+        top = int(margin.argmax())
+        if float(margin[top]) > worst:
+            worst, at = float(margin[top]), before + top
+        before += margin.numel()
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), result.shape))
     ratio = own / theirs if theirs else (math.inf if own else 0.0)
     reason = ""
     if own > allowed:
         reason = f"RMSE {own:.3e} against float64, eager {theirs:.3e}, allowed {allowed:.3e}"
     elif worst > 1.0:
-        off = float(error[at])
-        reason = f"element {list(at)} is off by {off:.3e}, {worst:.2f} x its bound ({float(result[at])!r})"
-    return Comparison(not reason, ratio, worst, at, reason)
+        found, off = float(result[where]), abs(float(result[where]) - float(fp64[where]))
+        reason = f"element {list(where)} is off by {off:.3e}, {worst:.2f} x its bound ({found!r})"
+    return Comparison(not reason, ratio, worst, where, reason)
+
+
+PIECE = 1 << 20
+"""Elements judged at a time: what is computed on the way stays in the cache."""
+
+
+def _pieces(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Whole rows of all of them, in order; one piece where rows do not show eager's spread."""
+    first = tensors[0]
+    if first.numel() <= PIECE or first.ndim < 2 or first.shape[-1] < SHORT_ROW:
+        return [tensors]
+    rows = max(1, PIECE // first.shape[-1])
+    flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    return [tuple(t[at : at + rows] for t in flat) for at in range(0, flat[0].shape[0], rows)]
+
+
+def _off(result: Tensor, exact: Tensor) -> Tensor:
+    return (result.double() - exact).abs_()
+
+
+def _rms_of(pieces: Sequence[Tensor]) -> float:
+    total = sum(_rms(p) ** 2 * p.numel() for p in pieces)
+    return math.sqrt(total / sum(p.numel() for p in pieces)) if len(pieces) > 1 else _rms(pieces[0])
 
 
 def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:

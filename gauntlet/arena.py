@@ -21,9 +21,22 @@ _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+POOL = 1 << 20
+_pools: dict[torch.device, Tensor] = {}
+
+
 def random_bytes(count: int, seed: int, device: torch.device) -> Tensor:
-    """`count` random bytes; the same seed gives the same."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    """`count` random bytes, not to be written to; the same seed gives the same. They are a stretch, chosen by
+    the seed, of a pool that is drawn once."""
+    pool = _pools.get(device)
+    if pool is None or pool.numel() < 2 * max(count, POOL):
+        pool = _pools[device] = _drawn(2 * max(count, POOL), device)
+    start = seed * 2654435761 % POOL // 8 * 8
+    return pool[start : start + count]
+
+
+def _drawn(count: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(POOL)
     words = torch.empty((count + 7) // 8, dtype=torch.int64, device=device)
     words.random_(-(2**63), None, generator=generator)
     return words.view(torch.uint8)[:count]
@@ -44,8 +57,21 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_libc_memcmp = ctypes.CDLL(None).memcmp
+_libc_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+    """Whether shape, dtype and every byte agree. Both on one device."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_contiguous() and b.is_contiguous()):
+        a, b = a.contiguous(), b.contiguous()
+    if a.is_cpu and b.is_cpu:
+        return _libc_memcmp(a.data_ptr(), b.data_ptr(), a.numel() * a.itemsize) == 0
+    word = WORDS[a.itemsize]
+    return torch.equal(a.view(word), b.view(word))
 
 
 @dataclass

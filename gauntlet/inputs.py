@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -24,8 +26,8 @@ OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers", "uneven"
 exp; magnitudes near the smallest that round to nothing when squared; whole numbers; rows of different mean
 and size, so
 that a statistic of another row shows."""
-KEPT = 24
-"""Drawn weights kept at a time."""
+KEPT, TILE = 24, 1 << 20
+"""Drawn weights kept at a time; elements of a weight that are drawn."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "uneven")
 
 
@@ -91,7 +93,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
     if fixed and key in subject.kept:
         return subject.kept[key]
     generator = torch.Generator().manual_seed(seed)
-    drawn = _draw(recipe.draw, leaf.type, recipe, generator, limit)
+    drawn = (_tiled if fixed else _draw)(recipe.draw, leaf.type, recipe, generator, limit)
     scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
     if leaf.type.dtype.is_floating and scale != 1.0:
         drawn = (drawn.double() * scale).to(drawn.dtype)
@@ -108,6 +110,20 @@ def parameter_scale(kind: TensorType) -> float:
     near 1."""
     rows = kind.shape[0].static if kind.rank >= 2 else None
     return 1.0 / (rows**0.5) if rows else 1.0
+
+
+def _tiled(
+    name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator, below: Dim | None
+) -> Tensor:
+    """A large weight is drawn over its first rows, a number that no tile divides, and goes on with these."""
+    rows = kind.shape[0].static if kind.rank > 1 else None
+    width = prod(d.static or 1 for d in kind.shape[1:])
+    some = max(TILE // max(width, 1), 1) | 1
+    if rows is None or rows <= some:
+        return _draw(name, kind, recipe, generator, below)
+    few = replace(kind, shape=(Dim.of(some), *kind.shape[1:]))
+    drawn = _draw(name, few, recipe, generator, below)
+    return drawn.repeat(-(-rows // some), *[1] * (kind.rank - 1))[:rows]
 
 
 def _draw(

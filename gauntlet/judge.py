@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from runtime import confined
 from runtime.sandbox import ROOT
 
 MANY = 1 << 20
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MEMORY_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 CUDA_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "device-side assert")
 
@@ -52,6 +54,8 @@ def run(arguments: int, result: int, spill: int) -> None:
         subject.stored = {
             n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()
         }
+    if subject.device.type == "cpu":
+        _keep_pages()
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
@@ -72,6 +76,15 @@ def run(arguments: int, result: int, spill: int) -> None:
     emit({"event": "done"})
 
 
+def _keep_pages() -> None:
+    """Memory that was freed stays with the process (mallopt: no mappings of their own, no trimming): large
+    tensors come and go by the thousand, and the system would clear every page of each."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+        if hasattr(libc, "mallopt"):
+            libc.mallopt(option, value)
+
+
 def confine(device: torch.device) -> str:
     """Give up files, network and tracing before any candidate code is near; the level that this kernel
     allows."""
@@ -84,15 +97,16 @@ def confine(device: torch.device) -> str:
 def _run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int) -> bool:
     """Whether the stages after it still matter."""
     context.emit({"event": "stage", "name": stage.name})
-    began = time.monotonic()
+    began, before = time.monotonic(), context.candidate_seconds
     outcome = _guarded(stage, context, recipe)
     told: dict[str, Any] = {"event": "result", "name": stage.name, "seconds": time.monotonic() - began}
+    spent = {"kernel_seconds": round(context.candidate_seconds - before, 4)}
     if isinstance(outcome, Passed):
-        told |= {"outcome": "passed", "metrics": dict(outcome.metrics)}
+        told |= {"outcome": "passed", "metrics": {**outcome.metrics, **spent}}
     elif isinstance(outcome, Skipped):
         told |= {"outcome": "skipped", "reason": outcome.reason}
     else:
-        told |= {"outcome": "failed", "reason": outcome.reason, "metrics": dict(outcome.metrics)}
+        told |= {"outcome": "failed", "reason": outcome.reason, "metrics": {**outcome.metrics, **spent}}
         if outcome.case:
             told["recipe"] = outcome.case.to_json()
             _spill(stage, context, outcome, spill)
@@ -101,24 +115,33 @@ def _run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int
 
 
 def _guarded(stage: Stage, context: Context, recipe: Recipe | None) -> Outcome:
-    """What the runtime refuses, or the device reports, about a candidate is the candidate's failure."""
+    """What the runtime refuses, or the device reports, while a candidate runs is the candidate's failure.
+
+    Every launch is waited for (`Context.launching`), so that what a card reports outside of one comes from
+    the judge's own work with torch, and the artifact is not blamed for it.
+    """
     try:
         return stage.check(context, recipe) if recipe else stage.run(context)
     except EsperError as error:
         if not error.code.startswith(("E07", "E08")):
             raise
-        return Failed(error.render().replace("\n", " "), context.latest)
+        return Failed(_at(context, error.render().replace("\n", " ")), context.latest)
     except (RuntimeError, MemoryError) as error:
         text = str(error) or "out of memory"
         if isinstance(error, torch.OutOfMemoryError):
             raise  # of a card that others may use too: nobody's fault
         if isinstance(error, MemoryError) or any(sign in text for sign in MEMORY_SIGNS):
-            return Failed(f"memory: {text.splitlines()[0]}", context.latest)
-        if any(sign in text for sign in CUDA_SIGNS):
-            return Failed(f"the device reports: {text.splitlines()[0]}", context.latest)
+            return Failed(_at(context, f"memory: {text.splitlines()[0]}"), context.latest)
+        if context.inside and any(sign in text for sign in CUDA_SIGNS):
+            return Failed(_at(context, f"the device reports: {text.splitlines()[0]}"), context.latest)
         raise
     finally:
         context.emit({"event": "landed"})
+
+
+def _at(context: Context, what: str) -> str:
+    """With the case that was tried."""
+    return f"{what} (at {context.latest})" if context.latest else what
 
 
 def _spill(stage: Stage, context: Context, failed: Failed, spill: int) -> None:

@@ -1,5 +1,9 @@
 """What the blueprint means, in float64 and as eager torch computes it: the two measures of every
-comparison."""
+comparison.
+
+Both are computed on dense tensors that begin where torch's allocator begins: how a case lies in memory is a
+matter between the artifact and its caller, and some of torch's own kernels fail on a card at other addresses.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,25 @@ from esper_ir import reference
 from esper_ir.reference import Precision
 from gauntlet.subject import Subject
 
+ALIGNED = 512
+"""Bytes: where torch's allocator on a card begins every tensor."""
 
-def outputs(subject: Subject, values: Mapping[str, Tensor], precision: Precision) -> list[Tensor]:
-    """Results in the order of the blueprint."""
+
+def outputs(
+    subject: Subject, values: Mapping[str, Tensor], precision: Precision, *, flat: bool = False
+) -> list[Tensor]:
+    """Results in the order of the blueprint. `flat`: by the primitives that composites stand for."""
+    leaves = {name: _leaf(subject, tensor, precision, False) for name, tensor in values.items()}
     with torch.no_grad():
-        found = reference.evaluate(subject.blueprint, values, precision=precision)
-    return [found[name] for name in subject.blueprint.outputs]
+        return _evaluated(subject, leaves, precision, flat)
+
+
+def _evaluated(
+    subject: Subject, leaves: Mapping[str, Tensor], precision: Precision, flat: bool
+) -> list[Tensor]:
+    graph = subject.flat if flat else subject.graph
+    found = reference.evaluate(graph, leaves, precision=precision)
+    return [found[name] for name in graph.outputs]
 
 
 def gradients(
@@ -26,13 +43,15 @@ def gradients(
     cotangents: Sequence[Tensor | None],
     wanted: Iterable[str],
     precision: Precision,
+    *,
+    flat: bool = False,
 ) -> dict[str, Tensor]:
-    """By torch's autograd through the reference; zeros where no path leads. None is a cotangent of zeros."""
+    """By torch's autograd through the reference; zeros where no path leads. None is a cotangent of zeros.
+    `flat`: through the primitives that composites stand for."""
     names = tuple(wanted)
-    leaves = {name: _leaf(tensor, precision, name in names) for name, tensor in values.items()}
+    leaves = {name: _leaf(subject, tensor, precision, name in names) for name, tensor in values.items()}
     with torch.enable_grad():
-        found = reference.evaluate(subject.blueprint, leaves, precision=precision)
-        results = [found[name] for name in subject.blueprint.outputs]
+        results = _evaluated(subject, leaves, precision, flat)
     pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
     if not pairs:
         return {name: torch.zeros_like(leaves[name]) for name in names}
@@ -48,10 +67,14 @@ def gradients(
     }
 
 
-def _leaf(tensor: Tensor, precision: Precision, wanted: bool) -> Tensor:
-    wide = precision == "float64" and tensor.is_floating_point()
-    out = tensor.detach().to(torch.float64) if wide else tensor.detach()
-    return out.clone().requires_grad_() if wanted else out
+def _leaf(subject: Subject, tensor: Tensor, precision: Precision, wanted: bool) -> Tensor:
+    """The value as the reference takes it, sharing memory where it can."""
+    out = tensor.detach()
+    if precision == "float64" and tensor.is_floating_point():
+        out = subject.widened(tensor).detach()
+    elif not out.is_contiguous() or (out.is_cuda and out.data_ptr() % ALIGNED):
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out.detach().requires_grad_() if wanted else out
 
 
 def directional(

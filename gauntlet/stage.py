@@ -15,12 +15,15 @@ from typing import Any, Protocol
 
 import torch
 
+from esper_ir.diagnostics import EsperError
 from gauntlet.subject import Subject
 
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
-BUDGET_SECONDS, QUICK_BUDGET_SECONDS, LEAST_CASES = 40.0, 6.0, 12
-"""What a stage may spend on its own work, in seconds; where a case is dear, the list is thinned evenly."""
+BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 6.0
+LEAST_CASES, LEAST_DEAR_CASES, DEAR_SECONDS = 12, 6, 1.0
+"""What a stage may spend on its own work, in seconds; where a case is dear, the list is thinned evenly, to no
+fewer than so many cases (of more than a second each: than so many)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Context:
     """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases.
 
     `latest`: the case that was begun last. `threads`: of the CPU, as many as the process was given.
+    `candidate_seconds`: spent in candidate code so far. `inside`: candidate code runs, or failed just now.
     """
 
     subject: Subject
@@ -105,18 +109,25 @@ class Context:
     latest: Recipe | None = None
     threads: int = 1
     candidate_seconds: float = 0.0
+    inside: bool = False
 
     @contextlib.contextmanager
     def launching(self, calls: int = 1) -> Iterator[None]:
         """Candidate code runs inside: so many calls of forward and backward at the sizes of the case."""
         dims = self.latest.dims if self.latest else self.subject.base_dims()
         limit = LAUNCH_SECONDS + calls * PATIENCE * self.subject.eager_seconds(dims)
+        if self.subject.device.type == "cuda":
+            torch.cuda.synchronize(self.subject.device)  # what was begun before is not the candidate's
         self.emit({"event": "launch", "limit": limit})
-        began = time.monotonic()
+        began, self.inside = time.monotonic(), True
         try:
             yield
             if self.subject.device.type == "cuda":
                 torch.cuda.synchronize(self.subject.device)  # what hangs or fails shows here, not later
+            self.inside = False
+        except EsperError:
+            self.inside = False  # refused before anything ran
+            raise
         finally:
             self.candidate_seconds += time.monotonic() - began
             self.emit({"event": "landed"})
@@ -128,7 +139,7 @@ class Context:
 
     def at(self, recipe: Recipe) -> None:
         """The supervisor saves this case if the worker does not live to tell."""
-        self.latest = recipe
+        self.latest, self.inside = recipe, False
         self.emit({"event": "case", "recipe": recipe.to_json()})
 
 
@@ -170,7 +181,7 @@ class Sweep:
             outcome = self.checked(context, recipe)
             if at == FIRST:
                 own = time.monotonic() - began - (context.candidate_seconds - before)
-                recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget / (own / (at + 1) or 1e-9))
+                recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget, own / (at + 1))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
             count += isinstance(outcome, Passed)
@@ -206,9 +217,10 @@ FIRST = 2
 """Number of the case after which the cost of one is known."""
 
 
-def _thinned(recipes: list[Recipe], allowed: float) -> list[Recipe]:
-    """Evenly spaced, so that every kind of case keeps some; the last one, the largest, always stays."""
-    keep = max(int(allowed), LEAST_CASES)
+def _thinned(recipes: list[Recipe], budget: float, each: float) -> list[Recipe]:
+    """Evenly spaced, so that every kind of case keeps some; the last one, the largest, always stays. `each`:
+    seconds of a case."""
+    keep = max(int(budget / max(each, 1e-9)), LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES)
     if len(recipes) <= keep:
         return recipes
     step = (len(recipes) - 1) / (keep - 1)

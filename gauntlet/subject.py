@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_ir import canonical, grad, oracle, reference, text, verify
+from esper_ir.expand import expand
 from esper_ir.graph import Blueprint, Graph
 from esper_ir.types import TensorType
 from library import launch as launch_manifest
@@ -27,9 +28,14 @@ ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 SWEPT = {"cpu": 1 << 19, "cuda": 1 << 20}
 """Largest tensor of the many cases; an eighth of that in a hurry."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
-BASE, BASE_ELEMENTS = 48, 1 << 14
+BASE, BASE_ELEMENTS, BASE_WORK = 48, 1 << 14, 1 << 24
 """A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are
-wide."""
+wide, and on the CPU where weights are large."""
+
+HEAVY = 1 << 21
+"""Elements of a weight beyond which the CPU is spared: fewer draws and steps, small numbers of rows."""
+WIDE, KEPT_WIDE = 1 << 20, 4
+"""Elements from which on a float64 copy of a weight is kept, and of how many."""
 
 
 class Subject:
@@ -44,6 +50,8 @@ class Subject:
         self.hurry = False
         self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
+        self._elements: dict[tuple[Any, ...], int] = {}
+        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
 
     # -- claims
@@ -65,6 +73,21 @@ class Subject:
     def graph(self) -> Graph:
         """The blueprint, verified and typed."""
         return verify.typed(self.blueprint)
+
+    @cached_property
+    def flat(self) -> Graph:
+        """The graph with every composite written out in primitives."""
+        return expand(self.graph)
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """In float64, dense; of weights that are kept from case to case the last ones are kept so too."""
+        if tensor.numel() < WIDE or not any(tensor is t for t in self.kept.values()):
+            return tensor.to(torch.float64, memory_format=torch.contiguous_format)
+        if id(tensor) not in self._wide:
+            while len(self._wide) >= KEPT_WIDE:
+                self._wide.pop(next(iter(self._wide)))
+            self._wide[id(tensor)] = (tensor, tensor.to(torch.float64, memory_format=torch.contiguous_format))
+        return self._wide[id(tensor)][1]
 
     @cached_property
     def blueprint_id(self) -> str:
@@ -117,7 +140,11 @@ class Subject:
 
     def elements(self, dims: Mapping[str, int]) -> int:
         """Of the largest tensor of any plan at these sizes; tensors of one size only do not count."""
-        return max((prod(evaluate(n, dims) for n in shape) for shape in self._growing), default=1)
+        key = tuple(dims.items())
+        if key not in self._elements:
+            found = (prod(evaluate(n, dims) for n in shape) for shape in self._growing)
+            self._elements[key] = max(found, default=1)
+        return self._elements[key]
 
     @cached_property
     def _growing(self) -> list[tuple[Any, ...]]:
@@ -132,6 +159,11 @@ class Subject:
         shapes = [t.shape for _, _, t in self.leaves]
         fixed = [[d.static or 1 for d in s] for s in shapes if all(d.static is not None for d in s)]
         return max((prod(sizes) for sizes in fixed), default=1)
+
+    @property
+    def heavy(self) -> bool:
+        """Its weights are so large that every case on the CPU is dear."""
+        return self.device.type == "cpu" and self.fixed_elements > HEAVY
 
     @property
     def swept(self) -> int:
@@ -172,13 +204,20 @@ class Subject:
 
     def base_dims(self) -> dict[str, int]:
         """The sizes that most cases use."""
+        return dict(self._base)
+
+    @cached_property
+    def _base(self) -> dict[str, int]:
         size = BASE
-        while (
-            size > 3
-            and self.elements({d.name: _nearest(d, size) for d in self.launch.interface.dims}) > BASE_ELEMENTS
-        ):
+        while size > 3 and self._dear({d.name: _nearest(d, size) for d in self.launch.interface.dims}):
             size -= 5
         return {d.name: _nearest(d, size) for d in self.launch.interface.dims}
+
+    def _dear(self, dims: Mapping[str, int]) -> bool:
+        """Too much for a case among hundreds: wide tensors, or large weights that every row goes through."""
+        rows = max(dims.values(), default=1)
+        work = rows * self.fixed_elements if self.device.type == "cpu" else 0
+        return self.elements(dims) > BASE_ELEMENTS or work > BASE_WORK
 
     def nearest(self, name: str, size: int) -> int:
         """The admitted size of a dim nearest to `size` from below."""

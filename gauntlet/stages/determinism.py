@@ -118,7 +118,8 @@ def storm(wanted: bool) -> Iterator[None]:
 
 def _dirty(device: torch.device, seed: int) -> None:
     """Leaves random bytes in the allocator's free blocks of many sizes, and does other work on the device."""
-    blocks = [arena.random_bytes(64 << (i % 16), seed + i, device).clone() for i in range(DIRT)]
+    pool = arena.random_bytes(64 << 16, seed, device)
+    blocks = [pool[64 * i : 64 * i + (64 << (i % 16))].clone() for i in range(DIRT)]
     noise = torch.randn(64, 64, device=device)
     for _ in range(4):
         noise = noise @ noise.softmax(-1)

@@ -87,7 +87,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         )
         return {f"d({name})": grad for name, grad in found.items()}
 
-    return accuracy.all_of(subject, recipe, rows, nearby)
+    def flat() -> dict[str, Tensor]:
+        found = meaning.gradients(subject, values, flowing, recipe.wanted, "float64", flat=True)
+        return {f"d({name})": grad for name, grad in found.items()}
+
+    return accuracy.all_of(subject, recipe, rows, accuracy.Others(nearby, flat))
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:

@@ -7,7 +7,7 @@ range, and layouts without a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -106,15 +106,15 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
     ]
 
-    def nearby(shake: int) -> dict[str, Tensor]:
-        found = meaning.outputs(subject, accuracy.shaken(values, shake), "float64")
-        return {
-            n + phase: t
-            for phase in ("", " (training)")
-            for n, t in zip(subject.blueprint.outputs, found, strict=True)
-        }
+    def named(found: Sequence[Tensor]) -> dict[str, Tensor]:
+        pairs = list(zip(subject.blueprint.outputs, found, strict=True))
+        return {n + phase: t for phase in ("", " (training)") for n, t in pairs}
 
-    return accuracy.all_of(subject, recipe, rows, nearby)
+    others = accuracy.Others(
+        lambda shake: named(meaning.outputs(subject, accuracy.shaken(values, shake), "float64")),
+        lambda: named(meaning.outputs(subject, values, "float64", flat=True)),
+    )
+    return accuracy.all_of(subject, recipe, rows, others)
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

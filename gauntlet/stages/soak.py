@@ -19,7 +19,7 @@ from gauntlet import inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.subject import Subject
 
-STEPS, QUICK_STEPS = 60, 12
+STEPS, QUICK_STEPS, HEAVY_STEPS = 60, 12, 4
 BATCHES = 4
 RATE, MOMENTUM = 1e-2, 0.8
 STRAY = 4.0
@@ -32,7 +32,7 @@ Gradient = Callable[[Mapping[str, Tensor], Sequence[Tensor]], tuple[list[Tensor]
 
 def _recipes(context: Context) -> Iterator[Recipe]:
     subject = context.subject
-    steps = QUICK_STEPS if context.quick else STEPS
+    steps = HEAVY_STEPS if subject.heavy else QUICK_STEPS if context.quick else STEPS
     yield Recipe("soak", subject.base_dims(), seed=context.seed, repeat=steps)
 
 
