@@ -72,6 +72,8 @@ class Block:
     backward: float = 2.0
     shared: tuple[str, ...] = ()
     label: tuple[str, ...] = field(default=())
+    widest: Callable[[Sizes], float] = _no_flops
+    """Elements of the largest value inside, where it is larger than the leaves."""
 
     @property
     def blueprint(self) -> Path:
@@ -105,6 +107,11 @@ class Block:
         unwritten = {x.name for x in self.leaves if x.below or x.fixed} | set(self.shared)
         written = sum(x.nbytes(sizes) for x in self.leaves if x.name not in unwritten)
         return read + out + read + out + written
+
+    def memory(self, sizes: Sizes) -> float:
+        """Bytes that comparing implementations with float64 about needs: leaves, results and gradients in
+        several types, and a handful of the largest value inside."""
+        return 14.0 * sum(leaf.nbytes(sizes) for leaf in self.leaves) + 48.0 * self.widest(sizes)
 
     def floor_ms(self, sizes: Sizes, phase: str, copy_bytes: float, flops: float) -> float:
         """max(FLOPs over the measured matrix rate, least bytes over the measured copy rate); rates per
@@ -243,6 +250,7 @@ BLOCKS: tuple[Block, ...] = (
         tuple({"batch": b, "heads": 16, "rows": t, "width": 64} for b, t in _SEQUENCES),
         _HEADS,
         flops=lambda s: 2.0 * s["batch"] * s["heads"] * s["rows"] ** 2 * s["width"], backward=2.5,
+        widest=lambda s: float(s["batch"] * s["heads"] * s["rows"] ** 2),
     ),
     Block(
         "squeeze_excite", squeeze_excite, (_IMAGE, Leaf("w1", ("c", 16), 0.1), Leaf("w2", (16, "c"), 0.1)),
@@ -290,6 +298,7 @@ BLOCKS: tuple[Block, ...] = (
         (_X, Leaf("t", ("rows",), dtype="int64", below="words"), Leaf("w", ("cols", "words"), 0.02)),
         _rows(4096, 1024, 8192, cols=4096, words=32000), (),
         flops=lambda s: 2.0 * s["rows"] * s["cols"] * s["words"],
+        widest=lambda s: float(s["rows"] * s["words"]),
     ),
     Block(
         "embedding_norm", lambda t, e, w: F.rms_norm(F.embedding(t, e), (e.shape[1],), w, 1e-6),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,7 @@ from bench.results import ROOT
 
 READY_AHEAD = 3  # processes of a card that load while one of them measures
 TUNING_THREADS = 4  # of a process that tunes; the others compile in their own
+CONTEXT_BYTES = 2 << 30  # of a process on a card beside its tensors
 MIN_S = 15.0  # less is not begun
 _alive: set[subprocess.Popen[bytes]] = set()
 
@@ -55,7 +57,8 @@ class Job:
 @dataclass(frozen=True)
 class Means:
     """`cards`: numbers for CUDA_VISIBLE_DEVICES, "" for the one that is there; none: a processor. `width`:
-    processes that compile side by side. Monotonic times at which compiling and all of it end, seconds of one
+    processes that compile side by side, as long as `room` bytes of each card hold what they compare.
+    Monotonic times at which compiling and all of it end, seconds of one
     measurement, and where compilers keep what they made."""
 
     cards: tuple[str, ...]
@@ -64,6 +67,7 @@ class Means:
     end: float
     limit: float
     caches: Path
+    room: float = math.inf
 
 
 class Crew:
@@ -77,6 +81,7 @@ class Crew:
         self.changed = threading.Condition()
         self.unfinished = len(jobs)  # of the preparations
         self.ready: dict[int, dict[str, Any]] = {}
+        self.taken = dict.fromkeys(means.cards or ("",), 0.0)
         self.place = Path()
 
     def go(self) -> None:
@@ -90,20 +95,30 @@ class Crew:
                 future.result()
 
     def _prepare(self, at: int) -> None:
-        job, left = self.jobs[at], self.means.compile_end - time.monotonic()
-        cards = self.means.cards or ("",)
+        job, card = self.jobs[at], list(self.taken)[at % len(self.taken)]
         lines: list[dict[str, Any]] = [{"kind": "killed", "why": "no time was left to compile"}]
+        needed = job.block.memory(job.sizes) + CONTEXT_BYTES
+        self._room(card, needed)
         try:
-            if left > MIN_S:
-                lines = self._process(job, "prepare", cards[at % len(cards)], left, {})
+            if (left := self.means.compile_end - time.monotonic()) > MIN_S:
+                lines = self._process(job, "prepare", card, left, {})
         finally:
             facts = {line["name"]: line["facts"] for line in lines if line["kind"] == "ready"}
             with self.changed:
                 self._tell(job, lines)
                 self.unfinished -= 1
+                self.taken[card] -= needed
                 if facts:
                     self.ready[at] = facts
                 self.changed.notify_all()
+
+    def _room(self, card: str, needed: float) -> None:
+        """Wait until the card has it, or nobody else is there."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not self.taken[card] or self.taken[card] + needed <= self.means.room
+            )
+            self.taken[card] += needed
 
     def _lane(self, card: str) -> None:
         while (taken := self._take()) is not None:

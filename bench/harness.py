@@ -9,6 +9,7 @@ run.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ ASKED = ("runtime", "models")  # only when named: host and load are part of the 
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
 LIMIT_S = 170.0
 MODES = ("plain", "graphed", "stack16")
+ROOM = 0.5  # of a card's memory for what is kept while peers compile; the rest is for what comes and goes
 CPU_EFFORT = Effort(repeats=9, rounds=15)
 
 
@@ -119,6 +121,7 @@ def blocks(run: Run) -> dict[str, Any]:
             run.end,
             run.options["limit"],
             run.options["peers"] or Path(made),
+            ROOM * torch.cuda.get_device_properties(0).total_memory if cuda else math.inf,
         )
         end_well(sheet.write)
         Crew(jobs, means, sheet.tell).go()

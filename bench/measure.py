@@ -108,8 +108,8 @@ def measured(
     held: Held = nullcontext,
     graphs: Collection[str] = (),
 ) -> Figures:
-    """All figures of one phase for several implementations; those in `graphs` bring CUDA graphs of their own
-    and are not captured."""
+    """All figures of one phase for several implementations; those in `graphs` are not captured, since they
+    bring CUDA graphs of their own or can have none."""
     with torch.set_grad_enabled(phase == "fb"):
         return _on_card(work, effort, held, graphs) if device.type == "cuda" else _on_cpu(work, effort)
 

@@ -36,6 +36,8 @@ LIGER_FUNCTIONS = {  # module of liger_kernel.ops -> its autograd function
 Fn = Callable[..., Any]
 EAGER, COMPILE, MAX, LIGER = "eager", "compile", "compile-max-autotune", "liger"
 REDUCE = "compile-reduce-overhead"
+SYNCHRONISING = ("cross_entropy", "linear_cross_entropy")
+"""Blocks whose function of Liger asks the card for a number: no CUDA graph can hold it."""
 OWN_TENSORS = (LIGER, REDUCE)
 """Liger's functions write gradients into their inputs and cotangents; CUDA graphs are told that addresses
 stay, which other compilers must not hear."""
@@ -91,6 +93,11 @@ def names(block: Block, device: torch.device, every: bool = True) -> list[str]:
     if device.type == "cuda":
         found += [REDUCE, *([MAX] if every else [])]
     return found
+
+
+def uncaptured(block: Block) -> tuple[str, ...]:
+    """Implementations of a block that no CUDA graph is made of."""
+    return (REDUCE, LIGER) if block.name in SYNCHRONISING else (REDUCE,)
 
 
 def tensors(name: str, args: Sequence[Tensor], cotangent: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import inspect
 import os
 import signal
 import threading
@@ -43,7 +44,7 @@ def guard_tuning(turn: Turn) -> list[str]:
     guarded = []
     for kind in type(benchmarking.benchmarker).__mro__[:-1]:
         for name, method in list(vars(kind).items()):
-            if name.startswith("benchmark") and callable(method):
+            if name.startswith("benchmark") and inspect.isfunction(method):
                 setattr(kind, name, _guarded(method, turn))
                 guarded.append(f"{kind.__name__}.{name}")
     return guarded

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,19 @@ class Work:
             out = self.block.fn(*self.args)
         return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(self.device, out.dtype)
 
-    def held(self) -> AbstractContextManager[Any]:
-        """The card, for as long as something is timed on it."""
-        return self.card.held() if self.card else nullcontext()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The card, for as long as something is timed on it or takes much of its memory."""
+        with self.card.held() if self.card else nullcontext():
+            try:
+                yield
+            finally:
+                self.release()
+
+    def release(self) -> None:
+        """Memory that is only kept for later goes back: other processes are on the card."""
+        if self.device.type == "cuda" and self.job["do"] == "prepare":
+            torch.cuda.empty_cache()
 
     def tell(self, kind: str, **fields: Any) -> None:
         line = json.dumps(plain({"kind": kind, **fields}))
@@ -130,9 +140,9 @@ class Work:
         with self.held():
             got = results(impl.fn, impl.args, impl.cotangent)
             why = against.why_wrong(got)
-            impl.facts |= {"correct": not why, **({"why": why} if why else {})}
-            if name.startswith(OURS):
-                impl.facts["digests"] = dict(zip(against.names, map(digest, got), strict=True))
+        impl.facts |= {"correct": not why, **({"why": why} if why else {})}
+        if name.startswith(OURS):
+            impl.facts["digests"] = dict(zip(against.names, map(digest, got), strict=True))
 
     # -- what is found
 
@@ -162,7 +172,8 @@ class Work:
                 torch.cuda.empty_cache()
 
     def _measured(self, work: dict[str, Callable[[], Any]], effort: Effort, phase: str) -> Figures:
-        return measured(work, effort, self.device, phase, held=self.held, graphs=(peers.REDUCE,))
+        graphs = peers.uncaptured(self.block)
+        return measured(work, effort, self.device, phase, held=self.held, graphs=graphs)
 
     def waterfall(self) -> None:
         """Every step of ours on its own."""
@@ -215,6 +226,8 @@ def measure(work: Work, library: Library) -> None:
 def _alone(path: str | None) -> Iterator[None]:
     """Only one process of a card measures; those after it get ready meanwhile."""
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     gc.freeze()  # a collection before every repeat would walk all of the compilers
     with Turn(Path(path)).held() if path else nullcontext():
         yield

@@ -80,6 +80,30 @@ def test_all_is_compiled_then_measured_in_order(cards: tuple[str, ...]) -> None:
         assert [label for _, label in made.asked[3:]] == [job.label for job in jobs]
 
 
+class Counted(Played):
+    """How many are prepared at once."""
+
+    now, most = 0, 0
+
+    def _process(self, job: Job, do: str, card: str, seconds: float, more: Any) -> list[dict[str, Any]]:
+        with self.changed:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        with self.changed:
+            self.now -= 1
+        return [{"kind": "done"}]
+
+
+@pytest.mark.parametrize(("room", "most"), [(0.0, 2), (float("inf"), 6)])
+def test_what_is_compared_fits_a_card(room: float, most: int) -> None:
+    """Without room for two, each card has one process."""
+    jobs = [Job(MLP, TINY, {"impls": []})] * 6
+    made = Counted(jobs, means(cards=("0", "1"), width=6, room=room), lambda job, lines: None)
+    made.go()
+    assert made.most == most and set(made.taken.values()) == {0.0}
+
+
 def test_a_run_ends_when_a_process_cannot_start_or_time_is_over() -> None:
     told: list[dict[str, Any]] = []
     softmax = Job(named("softmax"), named("softmax").sizes[0], {"impls": []})
