@@ -6,12 +6,17 @@ placed in one iteration space, and no third group stands between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from esper_ir.diagnostics import Rejected
 from esper_ir.graph import Node
-from forge.groups import Group, Matcher, everywhere, lowering_kind
+from esper_ir.types import Dim
+from forge.groups import Group, Matcher, Placement, aligned, everywhere, lowering_kind
+from forge.templates.choice import tuned_sizes
 from forge.views import View
+
+LITTLE = 1 << 16  # elements of a space
+Pairs = Callable[[list[Group], list[set[int]]], Iterator[tuple[int, int]]]
 
 
 class Fuser:
@@ -22,21 +27,34 @@ class Fuser:
         self.views = views
         self.closed = closed
         self.position = {n.id: i for i, n in enumerate(matcher.graph)}
+        self.sizes = tuned_sizes(matcher.graph)
 
     def fuse(self, groups: list[Group]) -> list[Group]:
         """Groups after merging, until nothing changes."""
-        merged = self._once(groups)
+        return self._merged(groups, self._pairs)
+
+    def gather(self, groups: list[Group]) -> list[Group]:
+        """Little groups over one space made one, related or not: each launch costs more than its work."""
+        return self._merged(groups, self._little_pairs)
+
+    def _merged(self, groups: list[Group], pairs: Pairs) -> list[Group]:
+        merged = self._once(groups, pairs)
         while merged is not None:
-            groups, merged = merged, self._once(merged)
+            groups, merged = merged, self._once(merged, pairs)
         return groups
 
-    def _once(self, groups: list[Group]) -> list[Group] | None:
+    def _once(self, groups: list[Group], pairs: Pairs) -> list[Group] | None:
         edges = self._edges(groups)
-        for a, b in self._pairs(groups, edges):
+        for a, b in pairs(groups, edges):
             made = self._merge(groups, edges, a, b)
             if made is not None:
                 return [made if i == a else g for i, g in enumerate(groups) if i != b]
         return None
+
+    def _little_pairs(self, groups: list[Group], edges: list[set[int]]) -> Iterator[tuple[int, int]]:
+        little = [self._little(g) for g in groups]
+        for b in (b for b in range(len(groups)) if little[b]):
+            yield from ((a, b) for a in range(b) if little[a] and groups[a].space == groups[b].space)
 
     def _pairs(self, groups: list[Group], edges: list[set[int]]) -> Iterator[tuple[int, int]]:
         """Producer and consumer first, then groups that read the same value."""
@@ -52,6 +70,14 @@ class Fuser:
         bases = {self.views[v].base for n in group.nodes for v in n.tensors if v not in own}
         types = self.matcher.types
         return {b for b in bases if types[b].rank >= len(group.space) > 0}
+
+    def _little(self, group: Group) -> bool:
+        if group.contraction is not None:
+            return False
+        count = Dim.of(1)
+        for size in group.space:
+            count = count * size
+        return count.value(self.sizes) <= LITTLE
 
     def _edges(self, groups: list[Group]) -> list[set[int]]:
         """For each group the groups that read what it makes."""
@@ -87,11 +113,33 @@ class Fuser:
             return None
         nodes = sorted([*first.nodes, *second.nodes], key=lambda n: self.position[n.id])
         spaces = [products[0].space] if products else list(dict.fromkeys((second.space, first.space)))
+        product = products[0] if products else None
         for space in spaces:
-            made = self._place(nodes, Group(space), products[0] if products else None)
+            made = self._place(nodes, Group(space), product)
+            if made is None and product is None:
+                wanted = self._wanted(nodes, space)
+                made = self._place(nodes, Group(space, wanted=wanted), None) if wanted else None
             if made is not None:
                 return made
         return None
+
+    def _wanted(self, nodes: list[Node], space: tuple[Dim, ...]) -> dict[str, Placement]:
+        """Where values with operands from outside alone should lie: as those who read them do."""
+        trial = Group(space)
+        for node in nodes:
+            placement = self.matcher.place(trial, node)
+            if not isinstance(placement, Rejected):
+                self.matcher.join(trial, node, placement)
+        wanted: dict[str, Placement] = {}
+        missing = {o for n in nodes for o in n.outputs} - set(trial.placements)
+        for node in reversed(nodes):
+            place = wanted.get(node.id) or trial.placements.get(node.id)
+            if place is None or lowering_kind(node) != "pointwise":
+                continue
+            for operand in missing & set(node.tensors):
+                shape = self.matcher.types[operand].shape
+                wanted[operand] = aligned(place, shape)
+        return wanted
 
     def _place(self, nodes: list[Node], made: Group, product: Group | None) -> Group | None:
         if product is not None and product.contraction is not None:

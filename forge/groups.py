@@ -25,7 +25,9 @@ Placement = tuple[int | None, ...]
 
 @dataclass
 class Group:
-    """A growing set of nodes. `contraction` is the product that a matmul group starts from."""
+    """A growing set of nodes. `contraction` is the product that a matmul group starts from; `wanted` says
+    where values that no operand places should lie, because of who reads them.
+    """
 
     space: tuple[Dim, ...]
     nodes: list[Node] = field(default_factory=list)
@@ -34,6 +36,7 @@ class Group:
     contraction: Node | None = None
     columns: set[str] = field(default_factory=set)
     finishers: set[str] = field(default_factory=set)
+    wanted: dict[str, Placement] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -65,6 +68,12 @@ def right_aligned(shape: tuple[Dim, ...], space: tuple[Dim, ...]) -> Placement |
         else:
             return None
     return tuple(out)
+
+
+def aligned(placement: Placement, shape: tuple[Dim, ...]) -> Placement:
+    """Placement of an operand that broadcasts to what lies at `placement`."""
+    lead = len(placement) - len(shape)
+    return tuple(None if size == ONE else placement[lead + axis] for axis, size in enumerate(shape))
 
 
 def everywhere(space: tuple[Dim, ...]) -> Placement:
@@ -103,7 +112,7 @@ class Matcher:
 
     def _place_pointwise(self, group: Group, node: Node) -> Placement | Rejected:
         shape = node.types[0].shape
-        out: list[int | None] = [None] * len(shape)
+        out: list[int | None] = list(group.wanted.get(node.id, [None] * len(shape)))
         for operand in node.tensors:
             placement = group.placements.get(operand)
             if placement is None:

@@ -9,16 +9,17 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
 from forge.body import Body, BodyBuilder
+from forge.fuse import LITTLE
 from forge.groups import Group, lowering_kind
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
-from forge.partition import Partition, partition
+from forge.partition import Partition, gathered, partition
 from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.target import Target
 from forge.templates import extern, matmul, rows
 from forge.tune.journal import Choices
-from forge.views import View, dense_strides, views
+from forge.views import ONE, View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
 
@@ -198,7 +199,7 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
     alone: frozenset[str] = frozenset()
     graph = low.graph
     while True:
-        parts = recompute(partition(graph, low.target, alone), low.target, low.sizes)
+        parts = gathered(recompute(partition(graph, low.target, alone), low.target, low.sizes))
         low.phase = replace(low.phase, graph=parts.graph)
         done: list[tuple[Group, Lowered]] = []
         scattered = frozenset(_lower_groups(low, parts, tag, done))
@@ -210,9 +211,10 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
 
 def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Group, Lowered]]) -> set[str]:
     """Lower into `done`; the nodes of the first group that has to come apart, if there is one."""
-    for position, group in enumerate(parts.groups):
+    directions = _directions(low, parts)
+    for position, (group, reverse) in enumerate(zip(parts.groups, directions, strict=True)):
         try:
-            done.append((group, _lower_group(low, parts, group, f"{tag}{position}")))
+            done.append((group, _lower_group(low, parts, group, f"{tag}{position}", reverse)))
         except EsperError as error:
             scattered = {n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction")}
             if error.code != "E0533" or scattered <= parts.alone:
@@ -221,14 +223,33 @@ def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Gr
     return set()
 
 
-def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
+def _directions(low: _Lowerer, parts: Partition) -> list[bool]:
+    """Whether each group goes through its rows last to first: large ones in turn, so that each meets in the
+    cache what the one before touched last. A backward begins where the forward ended.
+    """
+    out: list[bool] = []
+    reverse = low.phase.name == "backward"
+    for group in parts.groups:
+        count = ONE
+        for size in group.space:
+            count = count * size
+        large = count.value(dict(low.sizes)) > LITTLE
+        if group.contraction is not None:
+            reverse = True  # other kernels begin at the front, or the order is not known
+        out.append(reverse and large and group.contraction is None)
+        reverse = (not reverse) if large and group.contraction is None else reverse
+    return out
+
+
+def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str, reverse: bool) -> Lowered:
     if group.contraction is not None and group.contraction.id in parts.externs:
         return _extern(low, parts, group.contraction, name)
     stored = _stored(parts, group)
     body = BodyBuilder(low.graph, group, parts.views, stored).build()
     given = rows.RowsInput(
-        low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored), low.kernels.choices
-    )
+        low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored), reverse,
+        low.kernels.choices,
+    )  # fmt: skip
     return matmul.lower(given, parts.views) if group.contraction is not None else rows.lower(given)
 
 

@@ -6,7 +6,7 @@ then groups that read the same values. Every refusal is kept for `explain`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from esper_ir.diagnostics import EsperError, Rejected
 from esper_ir.graph import Graph, Node
@@ -60,6 +60,12 @@ def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset())
     out.groups = Fuser(matcher, out.views, out.externs | alone).fuse(out.groups)
     out.groups = _ordered(out.groups, out.views)
     return out
+
+
+def gathered(parts: Partition) -> Partition:
+    """The partition with little groups put together, after everything else has been chosen."""
+    fuser = Fuser(Matcher(parts.graph), parts.views, parts.externs | parts.alone)
+    return replace(parts, groups=_ordered(fuser.gather(parts.groups), parts.views))
 
 
 def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group]) -> bool:

@@ -92,8 +92,9 @@ Stmt = Load | Compute | Reduce | Store
 @dataclass(frozen=True)
 class RowTile:
     """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p +
-    programs, ...) and `rows_per_program` is unused; `reverse` takes them last to first (what the forward
-    touched last is met in the cache first); `prefetch` loads a block while the one before is worked on.
+    programs, ...) and `rows_per_program` is unused; `reverse` takes them last to first (what the kernel
+    before touched last is met in the cache first); `prefetch` loads a block, of rows or of the columns of a
+    sweep, while the one before is worked on.
     """
 
     block_rows: int
@@ -107,8 +108,11 @@ class RowTile:
 
 @dataclass(frozen=True)
 class PointTile:
+    """`reverse`: the last program takes the first elements."""
+
     block: int
     warps: int
+    reverse: bool = False
 
 
 @dataclass(frozen=True)

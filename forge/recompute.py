@@ -19,21 +19,16 @@ from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Movement, Pointwise
 from esper_ir.registry import OPS
 from esper_ir.scalar import Cast, Expr, Prim
-from esper_ir.types import Dim
-from forge.groups import Group, Placement, lowering_kind
+from forge.groups import Group, Placement, aligned, lowering_kind
 from forge.partition import Partition, Refusal
 from forge.passes.clean import eliminate_dead
 from forge.target import Target
+from forge.templates.choice import SLOW
 from forge.views import ONE, permutation, views
 
 LONGEST = 32  # nodes of a chain
 WORTH = 0.01  # of all bytes moved, and at least LEAST
 LEAST = 1 << 16
-# On a processor these cost more time than the bytes they spare.
-SLOW = frozenset(
-    "exp exp2 expm1 log log2 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
-    "sigmoid pow fmod atan2".split()
-)
 
 
 def recompute(parts: Partition, target: Target, sizes: Mapping[str, int]) -> Partition:
@@ -51,14 +46,14 @@ def _first_better(
     parts: Partition, target: Target, sizes: Mapping[str, int], before: int, refused: dict[str, Refusal]
 ) -> Partition | None:
     for value in sorted(_candidates(parts), key=lambda v: -_bytes(parts.graph, v, sizes)):
-        if _bytes(parts.graph, value, sizes) < LEAST:
-            return None
+        small = _bytes(parts.graph, value, sizes) < LEAST
         made = _Rewrite(parts, value, target).made()
         if isinstance(made, Rejected):
             refused[value] = Refusal(value, "recompute", made)
             continue
         spared = before - _moved(made, sizes)
-        if spared > 0 and spared >= max(LEAST, WORTH * before):
+        fewer = len(made.groups) < len(parts.groups) and spared > -LEAST
+        if (small and fewer) or (not small and spared > 0 and spared >= max(LEAST, WORTH * before)):
             refused.pop(value, None)
             return made
         why = Rejected("bytes", f"computing it again spares {spared} bytes")
@@ -149,7 +144,8 @@ class _Rewrite:
         return None
 
     def _name(self, base: str) -> str:
-        taken, n = self.parts.graph.types, 1 + len(self.renamed)
+        taken = {*self.parts.graph.types, *(v for names in self.renamed.values() for v in names.values())}
+        n = 1 + len(self.renamed)
         while f"{base}~{n}" in taken:
             n += 1
         return f"{base}~{n}"
@@ -160,7 +156,7 @@ class _Rewrite:
         if lowering_kind(user) == "reduction":
             lead = len(group.space) - len(shape)
             return tuple(None if size == ONE else lead + axis for axis, size in enumerate(shape))
-        return _aligned(group.placements[user.id], shape)
+        return aligned(group.placements[user.id], shape)
 
     def _follow(
         self, name: str, placement: Placement, chain: dict[str, Node], places: dict[str, Placement]
@@ -203,13 +199,13 @@ class _Rewrite:
         shape = self.parts.graph.types[operand].shape
         low = OPS[node.op].lowering
         if isinstance(low, Pointwise):
-            return _aligned(placement, shape)
+            return aligned(placement, shape)
         assert isinstance(low, Movement)
         if low.kind == "permute":
             order = permutation(node, len(shape))
             return tuple(placement[order.index(axis)] for axis in range(len(shape)))
         if low.kind == "expand":
-            return _aligned(placement, shape)
+            return aligned(placement, shape)
         made = node.types[0].shape
         if low.kind != "reshape" or [s for s in shape if s != ONE] != [s for s in made if s != ONE]:
             return Rejected("view", f"{node.id} moves data in a way that cannot be followed backwards")
@@ -252,12 +248,6 @@ class _Rewrite:
             old.columns & alive,
             old.finishers & alive,
         )
-
-
-def _aligned(placement: Placement, shape: tuple[Dim, ...]) -> Placement:
-    """Of an operand that broadcasts to what lies at `placement`."""
-    lead = len(placement) - len(shape)
-    return tuple(None if size == ONE else placement[lead + axis] for axis, size in enumerate(shape))
 
 
 def _renamed(node: Node, names: Mapping[str, str]) -> Node:

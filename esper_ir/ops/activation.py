@@ -172,8 +172,9 @@ def number(name: str, default: float) -> Attr:
 
 
 OPS = (
+    # From the result, which is kept anyway by whoever reads it: it is positive where the operand is.
     activation("relu", lambda a: prim("maximum", X, 0.0),
-               lambda a: (_where(prim("le", X, 0.0), 0.0, 1.0),)),
+               lambda a: (_where(prim("le", Y, 0.0), 0.0, 1.0),)),
     activation("gelu", _gelu, _gelu_derivative,
                (Attr("approximate", "str", "none", ("none", "tanh"), "erf, or its tanh approximation"),),
                ({"approximate": "none"}, {"approximate": "tanh"})),

@@ -27,7 +27,7 @@ from esper_ir.opdef import (
     Wanted,
 )
 from esper_ir.ops.convolution import FORMAT
-from esper_ir.ops.gradients import to, unbroadcast, up, val
+from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.reduction import count, only
 from esper_ir.ops.rules import ONE, accept, same, tensor
 from esper_ir.types import TensorType
@@ -100,36 +100,41 @@ def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val
 def _vjp(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """With h = g weight: rstd (h - mean(h) - x_hat mean(h x_hat)) in training, else rstd h."""
+    """With h = g weight: rstd (h - mean(h) - x_hat mean(h x_hat)) in training, else rstd h.
+
+    The weight is the same along a channel, so both means are those of g and of g x_hat times the weight: the
+    sums that the gradients of weight and bias are.
+    """
     found: list[Val | None] = [None] * len(inputs)
     if cotangents[0] is None:
         return found
     x, g, training = only(inputs), up(emit, cotangents[0]), attrs["training"]
     own = 1 if training else 3
     hat, rstd = _normalised(emit, inputs, attrs)
-    h = emit("mul", g, _wide(emit, val(inputs[own]), x, attrs)) if len(inputs) > own else g
+    scale = rstd
+    if len(inputs) > own:
+        scale = emit("mul", _wide(emit, val(inputs[own]), x, attrs), rstd)
     if wanted[0]:
-        inner = h
+        inner = g
         if training:
-            along = emit("mul", hat, _mean(emit, emit("mul", h, hat), x, attrs))
-            inner = emit("sub", emit("sub", h, _mean(emit, h, x, attrs)), along)
-        found[0] = to(emit, emit("mul", inner, rstd), x.type.dtype)
+            along = emit("mul", hat, _mean(emit, emit("mul", g, hat), x, attrs))
+            inner = emit("sub", emit("sub", g, _mean(emit, g, x, attrs)), along)
+        found[0] = to(emit, emit("mul", inner, scale), x.type.dtype)
     parts = {own: lambda: emit("mul", g, hat), own + 1: lambda: g}
     if not training:
         # d/dmean = -h rstd; d/dvariance = -0.5 h x_hat rstd^2.
-        parts[1] = lambda: emit("neg", emit("mul", h, rstd))
-        parts[2] = lambda: emit("mul", emit("mul", emit("mul", h, hat), emit("mul", rstd, rstd)), -0.5)
+        parts[1] = lambda: emit("neg", emit("mul", g, scale))
+        parts[2] = lambda: emit("mul", emit("mul", emit("mul", g, hat), emit("mul", scale, rstd)), -0.5)
     for i, make in parts.items():
         if i < len(inputs) and wanted[i]:
-            found[i] = _per_channel(emit, make(), val(inputs[i]), attrs)
+            found[i] = _per_channel(emit, make(), x, val(inputs[i]), attrs)
     return found
 
 
-def _per_channel(emit: Emit, value: Val, part: Val, attrs: Attrs) -> Val:
-    at = _axis(value.type, attrs)
-    like = TensorType(value.type.dtype, tuple(d if i == at else ONE for i, d in enumerate(value.type.shape)))
-    total = emit("reshape", unbroadcast(emit, value, like), shape=part.type.shape)
-    return to(emit, total, part.type.dtype)
+def _per_channel(emit: Emit, value: Val, x: Val, part: Val, attrs: Attrs) -> Val:
+    """Sum over all axes but the channels, as the means are made, so that equal sums are one."""
+    total = emit("sum", value, dims=_dims(x, attrs), keepdim=True)
+    return to(emit, emit("reshape", total, shape=part.type.shape), part.type.dtype)
 
 
 def _reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from esper_ir.opdef import (
 )
 from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.movement import divide
-from esper_ir.ops.reduction import DIMS, KEEPDIM, only, reduction_samples
+from esper_ir.ops.reduction import DIMS, KEEPDIM, amount, only, reduction_samples
 from esper_ir.ops.rules import ONE, accept, axis, demand, numel, reduced, resolve_dims, same, tensor
 from esper_ir.types import Dim, DType, TensorType
 
@@ -59,19 +59,100 @@ def _grouped(x: TensorType, attrs: Attrs) -> tuple[Dim, Dim]:
     return groups, numel((inner, *x.shape[2:]))
 
 
+def _by_group(emit: Emit, value: Val, x: Val, attrs: Attrs) -> Val:
+    """One value per channel, [batch, channels, 1, ...], as [batch, groups, channels of a group]."""
+    groups, _ = _grouped(x.type, attrs)
+    inner = divide(x.type.shape[1], groups)
+    assert inner is not None
+    return emit("reshape", value, shape=(value.type.shape[0], groups, inner))
+
+
+def _by_channel(emit: Emit, value: Val, x: Val, attrs: Attrs) -> Val:
+    """[batch, groups, 1] repeated for every channel of a group, [batch, channels, 1, ...]."""
+    batch, groups, _ = value.type.shape
+    inner = divide(x.type.shape[1], groups)
+    assert inner is not None
+    wide = emit("expand", value, shape=(batch, groups, inner))
+    return emit("reshape", wide, shape=(batch, x.type.shape[1], *[ONE] * (x.type.rank - 2)))
+
+
+def _spatial_axes(x: Val) -> tuple[int, ...]:
+    return tuple(range(2, x.type.rank))
+
+
+def _statistics(emit: Emit, x: Val, attrs: Attrs) -> tuple[Val, Val]:
+    """(mean, 1 / sigma) of each channel's group, [batch, channels, 1, ...], in the compute type.
+
+    First per channel, then over the channels of a group: with equal counts the variance of the whole is the
+    mean of the variances plus the variance of the means (Chan, Golub and LeVeque 1979). So the large tensor
+    keeps its axes, and only one number per channel is regrouped.
+    """
+    wide, dims = up(emit, x), _spatial_axes(x)
+    means, spread = wide, None
+    if dims:
+        means = emit("mean", wide, dims=dims, keepdim=True)
+        away = emit("sub", wide, means)
+        spread = emit("mean", emit("mul", away, away), dims=dims, keepdim=True)
+    if spread is not None and _grouped(x.type, attrs)[0] == x.type.shape[1]:
+        return means, emit("rsqrt", emit("add", spread, attrs["eps"]))
+    means = _by_group(emit, means, x, attrs)
+    mean = emit("mean", means, dims=(2,), keepdim=True)
+    away = emit("sub", means, mean)
+    square = emit("mul", away, away)
+    if spread is not None:
+        square = emit("add", _by_group(emit, spread, x, attrs), square)
+    variance = emit("mean", square, dims=(2,), keepdim=True)
+    rstd = emit("rsqrt", emit("add", variance, attrs["eps"]))
+    return _by_channel(emit, mean, x, attrs), _by_channel(emit, rstd, x, attrs)
+
+
+def _per_channel(emit: Emit, part: Operand, x: Val) -> Val:
+    """Weight or bias in the compute type, broadcast against x."""
+    part = up(emit, val(part))
+    return emit("reshape", part, shape=(x.type.shape[1], *[ONE] * (x.type.rank - 2)))
+
+
 def _expand_groups(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
-    """Each group to mean 0 and variance 1, two passes, then weight and bias per channel."""
+    """Each group to mean 0 and variance 1, then weight and bias per channel."""
     x = only(inputs)
-    shape = x.type.shape
-    flat = emit("reshape", up(emit, x), shape=(shape[0], *_grouped(x.type, attrs)))
-    centred = emit("sub", flat, emit("mean", flat, dims=(2,), keepdim=True))
-    variance = emit("mean", emit("mul", centred, centred), dims=(2,), keepdim=True)
-    out = emit("mul", centred, emit("rsqrt", emit("add", variance, attrs["eps"])))
-    out = emit("reshape", out, shape=shape)
+    mean, rstd = _statistics(emit, x, attrs)
+    out = emit("mul", emit("sub", up(emit, x), mean), rstd)
     for op, operand in zip(("mul", "add"), inputs[1:], strict=False):
-        part = up(emit, val(operand))
-        out = emit(op, out, emit("reshape", part, shape=(shape[1], *[ONE] * (len(shape) - 2))))
+        out = emit(op, out, _per_channel(emit, operand, x))
     return (to(emit, out, x.type.dtype),)
+
+
+def _vjp_groups(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    """With h = g weight: rstd (h - mean(h) - x_hat mean(h x_hat)), means over a group. The weight is the same
+    along a channel, so both means come from the sums of g and of g x_hat per channel, which the gradients of
+    weight and bias need too.
+    """
+    found: list[Val | None] = [None] * len(inputs)
+    if cotangents[0] is None:
+        return found
+    x, g = only(inputs), up(emit, cotangents[0])
+    mean, rstd = _statistics(emit, x, attrs)
+    hat = emit("mul", emit("sub", up(emit, x), mean), rstd)
+    dims, along = _spatial_axes(x), emit("mul", g, hat)
+    sums = [emit("sum", v, dims=dims, keepdim=True) if dims else v for v in (g, along)]
+    weight = _per_channel(emit, inputs[1], x) if len(inputs) > 1 else None
+    if wanted[0]:
+        size = amount(emit, _grouped(x.type, attrs)[1], g.type.dtype)
+        h = emit("mul", g, weight) if weight is not None else g
+        weighted = [emit("mul", v, weight) if weight is not None else v for v in sums]
+        flat = [_by_group(emit, v, x, attrs) for v in weighted]
+        means = [emit("div", emit("sum", v, dims=(2,), keepdim=True), size) for v in flat]
+        plain, turned = (_by_channel(emit, v, x, attrs) for v in means)
+        inner = emit("sub", emit("sub", h, plain), emit("mul", hat, turned))
+        found[0] = to(emit, emit("mul", inner, rstd), x.type.dtype)
+    for i, total in ((1, sums[1]), (2, sums[0])):
+        if i < len(inputs) and wanted[i]:
+            part = val(inputs[i]).type
+            flat_total = emit("reshape", total, shape=x.type.shape[:2])
+            found[i] = to(emit, emit("sum", flat_total, dims=(0,), keepdim=False), part.dtype)
+    return found
 
 
 def _channel_samples(attrs: Attrs) -> tuple[Sample, ...]:
@@ -104,7 +185,7 @@ def _spatial(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _channels(name: str, infer: Any, reference: Any, params: tuple[Attr, ...], attrs: Attrs) -> OpDef:
     return OpDef(
-        name=name, infer=infer, reference=reference, vjp=ByExpansion(), lowering=Composite(_expand_groups),
+        name=name, infer=infer, reference=reference, vjp=_vjp_groups, lowering=Composite(_expand_groups),
         samples=_channel_samples(attrs), arity=(1, 3), params=(*params, Attr("eps", "float", 1e-5)),
         cost=lambda i, o, a: o[0].numel * 8, doc=f"torch.nn.functional.{name}(x, weight, bias)",
     )  # fmt: skip

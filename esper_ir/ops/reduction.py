@@ -45,7 +45,11 @@ def count(emit: Emit, x: TensorType, dims: Sequence[int], dtype: DType, less: fl
     """Number of elements that a reduction takes, minus `less`: a number, or a value when the size is
     symbolic.
     """
-    size = numel([x.shape[d] for d in dims])
+    return amount(emit, numel([x.shape[d] for d in dims]), dtype, less)
+
+
+def amount(emit: Emit, size: Dim, dtype: DType, less: float = 0) -> Operand:
+    """A size minus `less` as an operand: a number, or a value when it is symbolic."""
     if size.static is not None:
         return max(float(size.static) - less, 0.0)
     if float(less).is_integer():

@@ -47,7 +47,8 @@ def _points(k: Kernel, tile: PointTile) -> None:
     total = Dim.of(1)
     for size in k.plan.space:
         total = total * size
-    k.w.line(f"at = tl.program_id(0).to({k.index_type}) * {tile.block} + tl.arange(0, {tile.block})")
+    pid = "(tl.num_programs(0) - 1 - tl.program_id(0))" if tile.reverse else "tl.program_id(0)"
+    k.w.line(f"at = {pid}.to({k.index_type}) * {tile.block} + tl.arange(0, {tile.block})")
     k.w.line(f"ok = at < {dim_text(total)}")
     index: list[str] = []
     inner = Dim.of(1)

@@ -6,6 +6,7 @@ from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
 from forge.plan import INDEX, Load, Reduce, RowTile, Stmt, Store, phases
+from forge.plan import Phase as Sweep
 
 VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
 
@@ -15,6 +16,8 @@ def rows(k: Kernel, tile: RowTile) -> None:
     cols = k.plan.cols.static
     whole = cols is not None and tile.block_cols >= cols
     k.w.line(f"pid = tl.program_id(0).to({k.index_type})")
+    if tile.reverse and not tile.programs:
+        k.w.line("pid = tl.num_programs(0) - 1 - pid")
     if whole or not any(isinstance(s, Reduce) and s.axis == "row" for s in k.plan.body):
         _whole(k, tile, whole)
     else:
@@ -59,7 +62,8 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     for s in early:
         statement(k, s, [*outer, "col"], col_mask)
     sums = [s for s in k.plan.body if isinstance(s, Reduce) and s.axis == "col"]
-    folded = tile.warps * 32 * VECTOR <= block
+    # The rows of a block are added at once where that needs no exchange between warps.
+    folded = tile.warps == 1 or tile.warps * 32 * VECTOR <= block
     for s in sums:
         shape = f"[{1 if folded else tile.block_rows}, {block}]"
         w.line(
@@ -86,10 +90,10 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
             _block(k, work, {"r": "row_ok", **col_mask}, folded)
         return
     _row_lines(k, tile, "0")
-    _fetch(k, loads, "", col_mask)
+    _fetch(k, loads, "", {"r": "row_ok", **col_mask})
     with k.w.block(head):
         _row_lines(k, tile, "i + 1", "next_")
-        _fetch(k, loads, "next_", col_mask)
+        _fetch(k, loads, "next_", {"r": "next_row_ok", **col_mask}, ("next_row", "col"))
         for s in loads:
             k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
         _block(k, rest, {"r": "row_ok", **col_mask}, folded)
@@ -101,13 +105,15 @@ def _reads(k: Kernel, stmt: Load) -> bool:
     return k.plan.accesses[stmt.access].buffer != INDEX
 
 
-def _fetch(k: Kernel, loads: list[Load], prefix: str, col_mask: dict[str, str]) -> None:
+def _fetch(
+    k: Kernel, loads: list[Load], prefix: str, masks: dict[str, str], at: tuple[str, str] = ("row", "col")
+) -> None:
     """Loads of one block in their stored type, half the registers of the computed one."""
-    index = [*k.row_indices(f"{prefix}row"), "col"]
+    index = [*k.row_indices(at[0]), at[1]]
     for s in loads:
         access = k.plan.accesses[s.access]
-        mask = k.mask(k.axes[s.name], {"r": f"{prefix}row_ok", **col_mask})
-        k.w.line(f"{prefix}raw_{s.name} = {k.raw_load(access, index, mask)}")
+        w = k.raw_load(access, index, k.mask(k.axes[s.name], masks))
+        k.w.line(f"{prefix}raw_{s.name} = {w}")
 
 
 def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool) -> None:
@@ -145,7 +151,7 @@ def _swept(k: Kernel, tile: RowTile) -> None:
 
 
 def _sweeps(k: Kernel, tile: RowTile) -> None:
-    w, cols, kept = k.w, dim_text(k.plan.cols), {"r": "row_ok"}
+    w, kept = k.w, {"r": "row_ok"}
     before, sweeps = phases(k.plan)
     outer = k.row_indices("row")
     for s in before:
@@ -157,15 +163,36 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
                 f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
                 f" {TRITON_TYPE[k.dtypes[r.name]]})"
             )
-        with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
-            w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
-            masks = {**kept, "c": f"(col < {cols})"}
-            for s in sweep.full:
-                statement(k, s, [*outer, "col"], masks)
-            for r in sweep.reduces:
-                value = masked(r.arg, k.mask("rc", masks), identity(r.combine, k.dtypes[r.name]))
-                w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
+        _sweep(k, tile, sweep, outer)
         for r in sweep.reduces:
             w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine]}, keep_dims=True)")
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)
+
+
+def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
+    """One pass over the columns of the rows, a block at a time; with `prefetch` the next block is under way
+    while one is worked on.
+    """
+    w, cols = k.w, dim_text(k.plan.cols)
+    masks = {"r": "row_ok", "c": f"(col < {cols})"}
+    loads = [s for s in sweep.full if isinstance(s, Load) and _reads(k, s)] if tile.prefetch else []
+    if loads:
+        w.line(f"col = tl.arange(0, {tile.block_cols})[None, :]")
+        _fetch(k, loads, "", masks)
+    with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
+        w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
+        if loads:
+            w.line(f"next_col = col + {tile.block_cols}")
+            _fetch(k, loads, "next_", {**masks, "c": f"(next_col < {cols})"}, ("row", "next_col"))
+        for s in sweep.full:
+            if s in loads:
+                assert isinstance(s, Load)
+                w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
+            else:
+                statement(k, s, [*outer, "col"], masks)
+        for r in sweep.reduces:
+            value = masked(r.arg, k.mask("rc", masks), identity(r.combine, k.dtypes[r.name]))
+            w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
+        for s in loads:
+            w.line(f"raw_{s.name} = next_raw_{s.name}")

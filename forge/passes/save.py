@@ -1,8 +1,9 @@
 """Which forward values the backward keeps: a minimum cut over the joint graph, priced in bytes of memory
 traffic.
 
-An edge's capacity is what saving that value costs: a leaf is in memory anyway and is only read again (its
-bytes once), a computed value is written and read (twice). Contractions and reductions are never recomputed;
+An edge's capacity is what saving that value costs: a leaf, a result of the block, and what a product or a
+library call reads or a library call writes are in memory anyway and are only read again (their bytes once),
+another computed value is written and read (twice). Contractions and reductions are never recomputed;
 pointwise values and views are recomputed for nothing, since they land in a kernel that reads their operands
 anyway. Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form
 is that of torch's functorch partitioner.)
@@ -16,6 +17,7 @@ import networkx
 
 from esper_ir.graph import Graph
 from forge.groups import lowering_kind
+from forge.views import views
 
 RECOMPUTED = ("pointwise", "movement", "creation")
 
@@ -50,6 +52,7 @@ def _network(
 ) -> networkx.DiGraph:
     flow = networkx.DiGraph()
     leaves = [v for v in joint.inputs if v not in late]
+    stored = _stored(joint, late)
     for name in leaves:
         flow.add_edge("source", ("in", name))
         flow.add_edge(("in", name), ("out", name), capacity=_bytes(joint, name, sizes))
@@ -59,7 +62,8 @@ def _network(
         kind = lowering_kind(node)
         for name in node.outputs:
             # A view has no memory of its own to keep: without a capacity it is never cut.
-            price = {} if kind == "movement" else {"capacity": 2 * _bytes(joint, name, sizes) + 1}
+            size = _bytes(joint, name, sizes)
+            price = {} if kind == "movement" else {"capacity": size + 1 if name in stored else 2 * size + 2}
             flow.add_edge(("in", name), ("out", name), **price)
             if kind not in RECOMPUTED:
                 flow.add_edge("source", ("in", name))
@@ -68,6 +72,19 @@ def _network(
     for name in needed:
         flow.add_edge(("out", name), "sink")
     return flow
+
+
+def _stored(joint: Graph, late: frozenset[str]) -> set[str]:
+    """Values of the forward that have memory whatever the backward wants."""
+    known = views(joint)
+    out = {known[o].base for o in joint.outputs if o not in late}
+    for node in (n for n in joint if n.id not in late):
+        kind = lowering_kind(node)
+        if kind in ("contraction", "opaque"):
+            out |= {known[v].base for v in node.tensors}
+        if kind == "opaque":
+            out |= set(node.outputs)
+    return out
 
 
 def _bytes(joint: Graph, name: str, sizes: Mapping[str, int]) -> int:

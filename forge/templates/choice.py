@@ -17,6 +17,11 @@ from forge.views import View
 # Measured on an H200 without tuning: 1.4 to 2 times the library's time at K = 256 and K = 1024.
 FUSED_SLOWDOWN = 2.0
 SMALL_FLOPS = 2e9
+# Many instructions each; on a processor they cost more time than the bytes that computing them again spares.
+SLOW = frozenset(
+    "exp exp2 expm1 log log2 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
+    "sigmoid pow fmod atan2".split()
+)
 
 
 def tuned_sizes(graph: Graph, largest: bool = True) -> dict[str, int]:

@@ -16,7 +16,7 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Pointwise, Reduction
 from esper_ir.registry import OPS
-from esper_ir.scalar import Arg, Const, substitute
+from esper_ir.scalar import Arg, Const, Prim, substitute, walk
 from esper_ir.types import Dim, DType
 from forge.body import Body, collapse, finish_reduction
 from forge.groups import WHOLE_ROW, Group
@@ -37,11 +37,17 @@ from forge.plan import (
     next_pow2,
 )
 from forge.target import Target
+from forge.templates.choice import SLOW
 from forge.tune.journal import Choices, choice_key
 from forge.views import ONE
 
 ZERO = Dim()
 TILE = 4096
+LONG_ROW = 256
+BUSY_COLUMNS = 4  # statements, and
+MANY_ROWS = 4096  # for which they are worth keeping
+WARPS = 2048  # of all programs that take rows in turn
+LIGHT = 16  # operations on an element that leave registers for 8 rows
 # Programs that share the rows when columns are reduced: about one a multiprocessor of a large card, and the
 # number of
 # partial rows. A constant, so that results do not depend on the card.
@@ -54,7 +60,9 @@ ADDED_ROWS = 16
 
 @dataclass(frozen=True)
 class RowsInput:
-    """A group ready for the template: its body over the group's space, and sizes to tune for."""
+    """A group ready for the template: its body over the group's space, and sizes to tune for. `reverse`: rows
+    last to first, so that what the kernel before touched last is met in the cache first.
+    """
 
     graph: Graph
     group: Group
@@ -63,6 +71,7 @@ class RowsInput:
     sizes: dict[str, int]
     name: str
     stored: frozenset[str] = frozenset()
+    reverse: bool = False
     choices: Choices = field(default_factory=Choices)
 
     def choose(self, space: tuple[Dim, ...], accesses: list[Access], prior: Tile, more: object = None) -> Any:
@@ -114,12 +123,18 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
     total = ONE
     for size in space:
         total = total * size
-    if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2):
+    if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2 or _by_rows(space, accesses)):
         return _rows(given, space, accesses)
     block = 1024 if given.target.kind != "cpu" else 16384
-    tile = given.choose(space, accesses, PointTile(block, 4))
+    tile = given.choose(space, accesses, PointTile(block, 4, given.reverse and given.target.kind != "cpu"))
     step = _launch(given, space, accesses, given.body.stmts, tile, ceildiv(total, tile.block))
     return Lowered("pointwise", (step,))
+
+
+def _by_rows(space: tuple[Dim, ...], accesses: list[Access]) -> bool:
+    """Some value is the same along a long last axis: loaded once a row, not once an element."""
+    long = space[-1].static is not None and space[-1].static >= LONG_ROW
+    return long and any(a.strides[-1] == ZERO and a.buffer != INDEX for a in accesses)
 
 
 def _launch(
@@ -162,30 +177,83 @@ def _across(accesses: list[Access]) -> bool:
 
 
 def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
-    """A prior by shape. Column reductions on a card: a fixed number of programs take blocks of rows in turn,
-    last first, the next block loaded while one is worked on; else one block of rows a program.
+    """A prior by shape. Column reductions on a card, and columns' values that are work to make: a fixed
+    number of programs take blocks of rows in turn, the next block loaded while one is worked on; else one
+    block of rows a program.
     """
     row_reduce, col_reduce = reduces(given.body.stmts)
     cols = space[-1].value(given.sizes)
-    if given.target.kind != "cpu" and not col_reduce and _across(accesses):
-        return RowTile(64, 64, 64, 8)
     if given.target.kind == "cpu":
         per = ADDED_ROWS if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
         return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
+    if not col_reduce and _across(accesses):
+        reads, writes = _streams(given, accesses)
+        wide = 64 if not row_reduce or writes else 256 if reads == 1 else 128
+        return RowTile(64, 64, wide, 8, reverse=given.reverse, prefetch=row_reduce)
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
     if not row_reduce:
-        wide = min(wide, 512 if col_reduce else 1024)
+        many = _rows_of(given, space) >= MANY_ROWS
+        looped = col_reduce or (many and _busy_columns(given, accesses))
+        wide = min(wide, 512 if looped else 1024)
+        if looped:
+            return _in_turn(given, space, accesses, wide)
     if not col_reduce:
         block = max(min(TILE // wide, 64), 1)
-        return RowTile(
-            block, block, wide, next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
-        )
-    rows = max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
-    across = 1 if row_reduce else -(-cols // wide)
+        warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
+        return RowTile(block, block, wide, warps, reverse=given.reverse)
+    rows = _rows_of(given, space)
     block, warps = _both_axes(wide)
-    programs = max(min(-(-rows // block), PROGRAMS * max(4096 // wide, 1) // across), 1)
-    return RowTile(block, 0, wide, warps, programs=next_pow2(programs), reverse=True, prefetch=True)
+    programs = max(min(-(-rows // block), PROGRAMS * max(4096 // wide, 1)), 1)
+    return RowTile(block, 0, wide, warps, programs=next_pow2(programs), reverse=given.reverse, prefetch=True)
+
+
+def _rows_of(given: RowsInput, space: tuple[Dim, ...]) -> int:
+    return max(KernelPlan("", space, (), (), PointTile(1, 1), ()).rows.value(given.sizes), 1)
+
+
+def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], wide: int) -> RowTile:
+    """Programs that take blocks of rows in turn, without a reduction along rows.
+
+    A thread owns 8 columns, 16 bytes of a 16-bit type, in every row of the block, so that sums down the block
+    need no other thread. Memory answers after about a microsecond, so some 50 KB a multiprocessor have to be
+    under way: 8 rows a warp, and 16 warps (8 where more than one tensor is read and its registers leave no
+    room for more) on each of 128. All programs are there at once: a second wave would be mostly idle.
+    """
+    cols, rows = space[-1].value(given.sizes), _rows_of(given, space)
+    reads, writes = _streams(given, accesses)
+    light = (reads + writes == 1 or reads == 2) and _work(given) <= LIGHT
+    block = min((8 if light else 4) * 256 // min(wide, 256), next_pow2(rows))
+    warps = max(wide // 256, 1)
+    at_once = WARPS if reads <= 1 else WARPS // 2 if light else WARPS * 7 // 8
+    most = at_once // (warps * -(-cols // wide))
+    programs = max(min(-(-rows // block), most), 1)
+    return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=True)
+
+
+def _streams(given: RowsInput, accesses: list[Access]) -> tuple[int, int]:
+    """Operands that are read, and results that are written, for every row and column."""
+    full = {
+        at for at, a in enumerate(accesses)
+        if a.buffer != INDEX and a.strides[-1] != ZERO and any(s != ZERO for s in a.strides[:-1])
+    }  # fmt: skip
+    loads = {s.access for s in given.body.stmts if isinstance(s, Load)}
+    stores = {s.access for s in given.body.stmts if isinstance(s, Store)}
+    return len(full & loads), len(full & stores)
+
+
+def _work(given: RowsInput) -> int:
+    """Operations on an element, about."""
+    exprs = [s.expr for s in given.body.stmts if isinstance(s, Compute)]
+    prims = [e.name for expr in exprs for e in walk(expr) if isinstance(e, Prim)]
+    return len(prims) + 8 * sum(name in SLOW for name in prims)
+
+
+def _busy_columns(given: RowsInput, accesses: list[Access]) -> bool:
+    """Many values depend on the column alone: they are made once a program, so a program has many rows."""
+    axes = KernelPlan("", (ONE,) * len(accesses[0].strides), tuple(accesses), tuple(given.body.stmts),
+                      PointTile(1, 1), ()).axes()  # fmt: skip
+    return sum(kind == "c" for kind in axes.values()) >= BUSY_COLUMNS
 
 
 def _both_axes(wide: int) -> tuple[int, int]:

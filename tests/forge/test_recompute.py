@@ -109,7 +109,7 @@ def test_a_slow_operator_is_not_repeated_on_a_processor() -> None:
 
 
 def test_what_was_tried_is_told() -> None:
-    work = front(text.load(EXAMPLES / "max_pool_block.json"), "h100")
+    work = front(text.load(EXAMPLES / "squeeze_excite.json"), "h100")
     told = [r for low in work.lowerings for r in low.parts.refusals if r.group == "recompute"]
     assert any("spares" in r.why.reason for r in told)
 
