@@ -95,6 +95,15 @@ def warnings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def missing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Rows that only one of the two has: what is not compared is not silently the same."""
+    keys = [{key_of(row) for row in document["rows"]} for document in (first, second)]
+    told = []
+    for name, here, there in (("first", *keys), ("second", *keys[::-1])):
+        told += [f"only in the {name}: {' '.join(key)}" for key in sorted(here - there)]
+    return told
+
+
 def digests(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Rows of one artifact whose results have other bits in the second run."""
     kept = {_bits_key(r): r["digests"] for r in first["rows"] if "digests" in r}
@@ -110,20 +119,38 @@ def _bits_key(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(row.get(k, "")) for k in ("artifact", "size", "phase", "path"))
 
 
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = results.read(path)
+    except ValueError as error:  # what is no JSON too
+        raise click.ClickException(f"{path}: {error}") from error
+    if "rows" not in document:
+        raise click.ClickException(f"{path}: a bench without rows ({document['bench']})")
+    return document
+
+
 @click.command()
-@click.argument("first", type=click.Path(exists=True, path_type=Path))
-@click.argument("second", type=click.Path(exists=True, path_type=Path))
+@click.argument("first", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("second", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--quantity", type=click.Choice(list(QUANTITIES)), multiple=True, help="Default: all.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
 def main(first: Path, second: Path, quantity: tuple[str, ...], as_json: bool) -> None:
     """Compare two results files row by row. Exit 1 when a row of ours is slower or bits differ."""
-    a, b = results.read(first), results.read(second)
+    a, b = _read(first), _read(second)
     found = [v for q in quantity or QUANTITIES for v in compare(a, b, q)]
-    differ, notes = digests(a, b), warnings(a, b)
+    differ, notes, alone = digests(a, b), warnings(a, b), missing(a, b)
     if as_json:
         rows = [asdict(v) for v in found]
         click.echo(
-            json.dumps({"schema": "esper-compare/1", "rows": rows, "bits_differ": differ, "warnings": notes})
+            json.dumps(
+                {
+                    "schema": "esper-compare/1",
+                    "rows": rows,
+                    "bits_differ": differ,
+                    "warnings": notes,
+                    "alone": alone,
+                }
+            )
         )
     else:
         for note in notes:
@@ -133,6 +160,10 @@ def main(first: Path, second: Path, quantity: tuple[str, ...], as_json: bool) ->
             click.echo(f"{v.verdict:10} {v.quantity:5} {bounds:28} {' '.join(v.key)}")
         for line in differ:
             click.echo(f"other bits {line}")
+        for line in alone:
+            click.echo(line)
+        counted = {kind: sum(v.verdict == kind for v in found) for kind in (FASTER, SLOWER, SAME, AMBIGUOUS)}
+        click.echo(", ".join(f"{count} {kind}" for kind, count in counted.items()))
     slower = [v for v in found if v.verdict == SLOWER and v.key[4].startswith("esper")]
     sys.exit(1 if slower or differ else 0)
 

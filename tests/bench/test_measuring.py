@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from bench import blocks, compare, correct, figures, load, measure, prepare, report, results
 from esper_ir import reference, text
@@ -167,10 +166,26 @@ def test_compare_command_and_bits(tmp_path: Path):
         rows = [row("esper-fast", ms, digests={"y": bits}, artifact="id")]
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text(json.dumps(document(rows)), encoding="utf-8")
-    command = [sys.executable, "-m", "bench.compare", *map(str, paths), "--quantity", "dev", "--json"]
-    done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+    done = CliRunner().invoke(compare.main, [*map(str, paths), "--quantity", "dev", "--json"])
     told = json.loads(done.stdout)
-    assert done.returncode == 1 and told["rows"][0]["verdict"] == "slower" and len(told["bits_differ"]) == 1
+    assert done.exit_code == 1 and told["rows"][0]["verdict"] == "slower" and len(told["bits_differ"]) == 1
+    assert told["alone"] == []
+
+
+def test_compare_says_what_it_cannot_compare(tmp_path: Path):
+    """Rows of one side alone, and files that are none."""
+    first, second, other = (tmp_path / f"{name}.json" for name in "abc")
+    first.write_text(json.dumps(document([row("esper-fast", 0.2), row("liger", 0.1)])), encoding="utf-8")
+    second.write_text(json.dumps(document([row("esper-fast", 0.1)])), encoding="utf-8")
+    done = CliRunner().invoke(compare.main, [str(first), str(second), "--quantity", "wall"])
+    assert done.exit_code == 0, done.output
+    assert "faster     wall  2.000x [1.970, 2.030]" in done.output
+    assert "only in the first: rmsnorm_residual 8192x4096 bfloat16 fb liger plain" in done.output
+    assert done.output.splitlines()[-1] == "1 faster, 0 slower, 0 same, 0 ambiguous"
+    for broken in ("{", "{}", json.dumps({"schema": results.SCHEMA, "bench": "load"})):
+        other.write_text(broken, encoding="utf-8")
+        done = CliRunner().invoke(compare.main, [str(first), str(other)])
+        assert done.exit_code == 1 and "c.json" in done.output and "Traceback" not in done.output
 
 
 def test_the_file(tmp_path: Path):
