@@ -95,7 +95,7 @@ class Reduction:
 @dataclass(frozen=True)
 class Movement:
     """Data movement without arithmetic. `kind`: expand, reshape (attribute `shape`), permute (`dims`), slice
-    (`dim`, `start`, `step`) or flip (`dim`).
+    (`dim`, `start`, `step`), flip (`dim`) or window (see ops/windows.py).
     """
 
     kind: str
@@ -127,6 +127,20 @@ class Opaque:
     """Only a template, or the extern step, of this name can lower it. All operands are tensors."""
 
     template: str
+
+
+@dataclass(frozen=True)
+class Lookup(Opaque):
+    """Rows of the second operand, a table, by their number in the first."""
+
+
+@dataclass(frozen=True)
+class Scan(Opaque):
+    """A running value along attribute `dim`, from the other end where `reverse` is set. `combine`: "sum",
+    "prod" or "logsumexp" of one operand, or "recurrence" of two, h = a h' + b from h' = 0.
+    """
+
+    combine: str
 
 
 IndexLimit = Callable[[Sequence["TensorType | Number"], Attrs], Any]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import esper_ir.opdef as opdef
 from esper_ir.graph import Graph, Node, Ref
 from esper_ir.opdef import Pointwise, Reduction, compute_dtype
 from esper_ir.registry import OPS
 from esper_ir.scalar import Arg, Cast, Const, Expr, prim, substitute
 from esper_ir.types import Dim, DType, TensorType
 from forge.groups import Group, Placement, lowering_kind
-from forge.plan import INDEX, Access, Compute, Load, Reduce, Stmt, Store
+from forge.plan import INDEX, Access, Compute, Load, Reduce, Scan, Stmt, Store
 from forge.views import ONE, View, dense_strides
 
 ZERO = Dim()
@@ -52,6 +53,10 @@ class BodyBuilder:
                 self._movement(node)
             elif lowering_kind(node) == "reduction":
                 self._reduction(node)
+            elif lowering_kind(node) == "scan":
+                self._scan(node)
+            elif lowering_kind(node) == "lookup":
+                self._lookup(node)
             else:
                 self._pointwise(node)
             if node.id in self.stored and node.id not in self.group.columns:
@@ -119,6 +124,26 @@ class BodyBuilder:
             return
         self.names[node.id] = finish_reduction(node, self.graph, name, self.add, self.size)
 
+    def _scan(self, node: Node) -> None:
+        low = OPS[node.op].lowering
+        assert isinstance(low, opdef.Scan)
+        args = tuple(self.operand(node, at) for at in range(len(node.inputs)))
+        reverse = bool(node.attr("reverse"))
+        self.names[node.id] = self.add(lambda n: Scan(n, args, low.combine, reverse))
+
+    def _lookup(self, node: Node) -> None:
+        """Rows of a table by numbers that are loaded, or computed, before."""
+        numbers, table = node.tensors
+        out = self.group.placements[node.id]
+        row = self.names.get(numbers) or self.load(numbers, out[:-1])
+        view = self.views[table]
+        strides = self.strides(out[-1:], view.strides[1:])
+        rows = (view.strides[0], view.shape[0])
+        kind = self.graph.types[table].dtype
+        self.body.accesses.append(Access(view.base, kind, strides, offset=view.offset, table=rows))
+        at = len(self.body.accesses) - 1
+        self.names[node.id] = self.add(lambda n: Load(n, at, row))
+
     def source(self, node: Node) -> str:
         operand = node.tensors[0]
         if operand in self.names:
@@ -167,7 +192,10 @@ class BodyBuilder:
             return self.size(Dim.of(maker.attr("value")), dtype)
         if maker is not None and maker.op == "arange":
             return self.rounded(self.read(Access(INDEX, DType.int64, strides, offset=view.offset)), dtype)
-        return self.read(Access(view.base, dtype, strides, offset=view.offset))
+        windows = tuple(replace(w, axis=_placed(placement, w.axis)) for w in view.windows)
+        return self.read(
+            Access(view.base, dtype, strides, offset=view.offset, windows=windows, fill=view.fill)
+        )
 
     def read(self, access: Access) -> str:
         """The value behind an access, read once."""
@@ -198,6 +226,13 @@ class BodyBuilder:
         self.body.stmts.append(Store(len(self.body.accesses) - 1, self.names[value]))
 
 
+def _placed(placement: Placement, axis: int) -> int:
+    """Axis of the space of an axis that is longer than 1."""
+    at = placement[axis]
+    assert at is not None
+    return at
+
+
 def finish_reduction(
     node: Node, graph: Graph, name: str, add: Callable[[Callable[[str], Stmt]], str],
     size: Callable[[Dim, DType], str],
@@ -224,16 +259,16 @@ def finish_reduction(
 
 
 def collapse(
-    space: tuple[Dim, ...], accesses: list[Access], barrier: int | None
+    space: tuple[Dim, ...], accesses: list[Access], *barriers: int | None
 ) -> tuple[tuple[Dim, ...], list[Access]]:
-    """Merge adjacent axes that every access walks as one; never across `barrier` (the row/column split)."""
+    """Merge adjacent axes that every access walks as one; never across a barrier (the row/column split)."""
     axes = [[i] for i in range(len(space)) if space[i] != ONE]
     merged: list[list[int]] = []
     for axis in axes:
         previous = merged[-1] if merged else None
         if (
             previous is not None
-            and not (barrier is not None and previous[-1] < barrier <= axis[0])
+            and not any(b is not None and previous[-1] < b <= axis[0] for b in barriers)
             and all(_joins(a, previous[-1], axis[0], space) for a in accesses)
         ):
             previous.append(axis[0])
@@ -245,11 +280,20 @@ def collapse(
         for axis in group:
             size = size * space[axis]
         sizes.append(size)
-    out = [replace(a, strides=tuple(a.strides[g[-1]] for g in merged)) for a in accesses]
+    places = {axis: at for at, group in enumerate(merged) for axis in group}
+    out = [
+        replace(
+            a, strides=tuple(a.strides[g[-1]] for g in merged),
+            windows=tuple(replace(w, axis=places[w.axis]) for w in a.windows),
+        )
+        for a in accesses
+    ]  # fmt: skip
     return tuple(sizes), out
 
 
 def _joins(access: Access, outer: int, inner: int, space: tuple[Dim, ...]) -> bool:
     if access.partial:
         return True
+    if any(w.axis in (outer, inner) for w in access.windows):
+        return False
     return access.strides[outer] == access.strides[inner] * space[inner]

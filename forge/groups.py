@@ -25,8 +25,9 @@ Placement = tuple[int | None, ...]
 
 @dataclass
 class Group:
-    """A growing set of nodes. `contraction` is the product that a matmul group starts from; `wanted` says
-    where values that no operand places should lie, because of who reads them.
+    """A growing set of nodes. `contraction` is the product that a matmul group starts from; `scan` is the
+    axis that its running values go along, and whether from the end; `wanted` says where values that no
+    operand places should lie, because of who reads them.
     """
 
     space: tuple[Dim, ...]
@@ -36,6 +37,7 @@ class Group:
     contraction: Node | None = None
     columns: set[str] = field(default_factory=set)
     finishers: set[str] = field(default_factory=set)
+    scan: tuple[int, bool] | None = None
     wanted: dict[str, Placement] = field(default_factory=dict)
 
     @property
@@ -101,7 +103,37 @@ class Matcher:
             return self._place_pointwise(group, node)
         if kind == "movement":
             return self._place_movement(group, node)
+        if kind == "scan":
+            return self._place_scan(group, node)
+        if kind == "lookup":
+            return self._place_lookup(group, node)
         return Rejected("kind", f"{node.op} is a {kind}")
+
+    def _place_lookup(self, group: Group, node: Node) -> Placement | Rejected:
+        """Rows of a table from outside, along the last axis of the result."""
+        numbers, table = node.tensors
+        if group.contraction is not None or group.scan is not None:
+            return Rejected("kind", f"{group.name} reads no rows by number")
+        if table in group.placements:
+            return Rejected("lookup", f"{table} is complete only after the whole kernel")
+        shape = node.types[0].shape
+        inside = group.placements.get(numbers)
+        out: list[int | None] = [None] * len(shape) if inside is None else [*inside, None]
+        return self._complete(group, node, shape, out)
+
+    def _place_scan(self, group: Group, node: Node) -> Placement | Rejected:
+        """Running values over the whole space, all along one axis and in one direction."""
+        shape, axis = node.types[0].shape, int(node.attr("dim"))
+        if group.contraction is not None or group.split is not None:
+            return Rejected("kind", f"{group.name} does not hold whole runs along an axis")
+        if shape[axis] == ONE:
+            return Rejected("length", f"{node.id} runs along an axis of one position")
+        whole = everywhere(group.space)
+        if shape != group.space or any(self._operand(group, v) != whole for v in node.tensors):
+            return Rejected("space", f"{node.id} has shape {_show(shape)}, the group {_show(group.space)}")
+        if group.scan not in (None, (axis, bool(node.attr("reverse")))):
+            return Rejected("direction", f"{node.id} runs another way than the group's running values")
+        return whole
 
     def _place_finisher(self, group: Group, node: Node) -> Placement | Rejected:
         """Pointwise work on column results of one shape, and nothing else."""
@@ -165,7 +197,7 @@ class Matcher:
             lead = len(new) - len(old)
             grown: list[int | None] = [None] * lead + list(placement)
             return self._complete(group, node, new, grown)
-        if low.kind in ("slice", "flip"):
+        if low.kind in ("slice", "flip", "window"):
             return Rejected("view", f"{node.id} moves along an axis")
         kept = [a for a, size in zip(placement, old, strict=True) if size != ONE]
         if [s for s in old if s != ONE] != [s for s in new if s != ONE]:
@@ -174,8 +206,8 @@ class Matcher:
         return tuple(None if size == ONE else next(remaining) for size in new)
 
     def _place_reduction(self, group: Group, node: Node) -> Placement | Rejected:
-        if group.contraction is not None:
-            return Rejected("kind", "a contraction's tile does not hold whole rows")
+        if group.contraction is not None or group.scan is not None:
+            return Rejected("kind", "neither a contraction nor a running value leaves whole rows in a tile")
         low = OPS[node.op].lowering
         assert isinstance(low, Reduction)
         if low.combine not in COMBINES:
@@ -219,6 +251,8 @@ class Matcher:
         if group.columns & set(node.tensors):
             group.columns.add(node.id)
             group.finishers.add(node.id)
+        if lowering_kind(node) == "scan":
+            group.scan = (int(node.attr("dim")), bool(node.attr("reverse")))
         if lowering_kind(node) != "reduction":
             return
         source = self._operand(group, node.tensors[0])

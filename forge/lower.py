@@ -17,7 +17,7 @@ from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.target import Target
-from forge.templates import extern, matmul, rows
+from forge.templates import extern, matmul, rows, scan, table
 from forge.tune.journal import Choices
 from forge.views import ONE, View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
@@ -216,7 +216,9 @@ def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Gr
         try:
             done.append((group, _lower_group(low, parts, group, f"{tag}{position}", reverse)))
         except EsperError as error:
-            scattered = {n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction")}
+            scattered = {
+                n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction", "scan")
+            }
             if error.code != "E0533" or scattered <= parts.alone:
                 raise
             return scattered
@@ -244,13 +246,17 @@ def _directions(low: _Lowerer, parts: Partition) -> list[bool]:
 def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str, reverse: bool) -> Lowered:
     if group.contraction is not None and group.contraction.id in parts.externs:
         return _extern(low, parts, group.contraction, name)
+    if group.contraction is not None and lowering_kind(group.contraction) == "opaque":
+        return _table(low, parts, group.contraction, name)
     stored = _stored(parts, group)
     body = BodyBuilder(low.graph, group, parts.views, stored).build()
     given = rows.RowsInput(
         low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored), reverse,
         low.kernels.choices,
     )  # fmt: skip
-    return matmul.lower(given, parts.views) if group.contraction is not None else rows.lower(given)
+    if group.contraction is not None:
+        return matmul.lower(given, parts.views)
+    return rows.lower(given) if group.scan is None else scan.lower(given)
 
 
 def _stored(parts: Partition, group: Group) -> set[str]:
@@ -286,9 +292,32 @@ def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
     return Lowered("extern", (*copies, extern.call(node, operands, read)), temps)
 
 
+def _table(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
+    """The gradient of a lookup; operands whose positions are not one run of memory are copied first."""
+    copies: list[Launch] = []
+    temps: dict[str, Temp] = {}
+    sides: list[View] = []
+    for at, value in enumerate(node.tensors):
+        side = parts.views[value]
+        lead = len(side.shape) - (1 if at == 0 else 0)
+        if table.flat(side, lead) is None:
+            dense, dtype = f"{node.id}:operand{at}", low.graph.types[side.base].dtype
+            copies.append(_copy(low, side, dense, dtype, f"{name}_copy{at}"))
+            temps[dense] = Temp(dtype, side.shape)
+            side = View(dense, side.shape, dense_strides(side.shape))
+        sides.append(side)
+    kinds = [low.graph.types[v].dtype for v in node.tensors]
+    ranges = {n: (s.min, s.max) for n, s in low.graph.dims.items()}
+    made = table.lower(
+        node, (sides[0], sides[1]), (kinds[0], kinds[1]), ranges, low.sizes, name, low.target.arch,
+        low.kernels.choices,
+    )  # fmt: skip
+    return Lowered(made.template, (*copies, *made.steps), {**temps, **made.temps})
+
+
 def _copy(low: _Lowerer, view: View, dense: str, dtype: DType, name: str) -> Launch:
     accesses = [
-        Access(view.base, dtype, view.strides, offset=view.offset),
+        Access(view.base, dtype, view.strides, False, view.offset, view.windows, view.fill),
         Access(dense, dtype, dense_strides(view.shape)),
     ]
     body = Body(accesses, [Load("v0", 0), Store(1, "v0")])

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from esper_ir.diagnostics import EsperError, Rejected
+from esper_ir.diagnostics import Accepted, EsperError, Rejected
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Opaque
 from esper_ir.registry import OPS
 from forge.fuse import Fuser
 from forge.groups import Group, Matcher, everywhere, lowering_kind
 from forge.target import Target
-from forge.templates.choice import own_matmul
+from forge.templates.choice import own_lookup, own_lookup_gradient, own_matmul
 from forge.views import View, views
 
 
@@ -40,9 +40,17 @@ class Partition:
     alone: frozenset[str] = frozenset()
 
     def closed(self, group: Group) -> bool:
-        """Nothing joins a library call, or a node that has to stand alone."""
+        """Nothing joins a library call, a template of its own, or a node that has to stand alone."""
         name = group.nodes[0].id if group.nodes else ""
-        return name in self.alone or (group.contraction is not None and group.contraction.id in self.externs)
+        core = group.contraction
+        if core is not None and (core.id in self.externs or lowering_kind(core) == "opaque"):
+            return True
+        return name in self.alone
+
+    @property
+    def single(self) -> set[str]:
+        """Nodes that are a group of their own for good."""
+        return {g.nodes[0].id for g in self.groups if g.nodes and self.closed(g)}
 
 
 def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset()) -> Partition:
@@ -57,14 +65,14 @@ def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset())
         group = _home(node, matcher, out, owner, target) or _start(node, matcher, out, target)
         for name in node.outputs:
             owner[name] = group
-    out.groups = Fuser(matcher, out.views, out.externs | alone).fuse(out.groups)
+    out.groups = Fuser(matcher, out.views, out.single | alone).fuse(out.groups)
     out.groups = _ordered(out.groups, out.views)
     return out
 
 
 def gathered(parts: Partition) -> Partition:
     """The partition with little groups put together, after everything else has been chosen."""
-    fuser = Fuser(Matcher(parts.graph), parts.views, parts.externs | parts.alone)
+    fuser = Fuser(Matcher(parts.graph), parts.views, parts.single | parts.alone)
     return replace(parts, groups=_ordered(fuser.gather(parts.groups), parts.views))
 
 
@@ -90,7 +98,10 @@ def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str,
 def _home(
     node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group], target: Target
 ) -> Group | None:
-    if node.id in out.alone or lowering_kind(node) not in ("pointwise", "reduction", "movement"):
+    kind = lowering_kind(node)
+    if node.id in out.alone or kind not in ("pointwise", "reduction", "movement", "scan", "lookup"):
+        return None
+    if kind == "lookup" and isinstance(own_lookup(node, out.views, target), Rejected):
         return None
     for group in _candidates(node, out, owner):
         placement = matcher.place(group, node)
@@ -121,13 +132,20 @@ def _candidates(node: Node, out: Partition, owner: dict[str, Group]) -> list[Gro
 def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Group:
     kind = lowering_kind(node)
     low = OPS[node.op].lowering
-    if kind not in ("pointwise", "reduction", "movement", "contraction", "opaque"):
+    if kind not in ("pointwise", "reduction", "movement", "contraction", "opaque", "scan", "lookup"):
         raise EsperError("E0530", f"no template lowers {node.op}", node=node.id)
     group = matcher.start(node)
     out.groups.append(group)
-    if isinstance(low, Opaque):
-        _library_call(group, node, out)
-        return group
+    if isinstance(low, Opaque) and kind != "scan":
+        chosen = _template(node, out, target)
+        if isinstance(chosen, Rejected):
+            _library_call(group, node, out, chosen)
+            return group
+        if kind == "opaque":
+            group.contraction = node
+            group.nodes.append(node)
+            group.placements[node.id] = everywhere(group.space)
+            return group
     if kind == "contraction":
         group.contraction = node
         group.nodes.append(node)
@@ -138,6 +156,9 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
             out.refusals.append(Refusal(node.id, "matmul", chosen))
         return group
     placement = matcher.place(group, node)
+    if isinstance(placement, Rejected) and kind in ("scan", "lookup"):
+        _library_call(group, node, out, placement)
+        return group
     if isinstance(placement, Rejected):
         _single(group, node, matcher, placement)
         return group
@@ -145,14 +166,21 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
     return group
 
 
-def _library_call(group: Group, node: Node, out: Partition) -> None:
+def _template(node: Node, out: Partition, target: Target) -> Accepted[str] | Rejected:
+    """What lowers an operator that is no loop of its own."""
+    if lowering_kind(node) == "lookup":
+        return own_lookup(node, out.views, target)
+    if node.op == "embedding_grad":
+        return own_lookup_gradient(node, target)
+    return Rejected("extern", f"{node.op} has no template, a library call")
+
+
+def _library_call(group: Group, node: Node, out: Partition, why: Rejected) -> None:
     group.contraction = node
     group.nodes.append(node)
     group.placements[node.id] = everywhere(group.space)
     out.externs.add(node.id)
-    out.refusals.append(
-        Refusal(node.id, node.op, Rejected("extern", f"{node.op} has no template, a library call"))
-    )
+    out.refusals.append(Refusal(node.id, node.op, why))
 
 
 def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:

@@ -89,7 +89,8 @@ def save(work: Work) -> Work:
     """Choose what the backward keeps."""
     if work.joint is None:
         return work
-    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph)))
+    lookups = work.target.kind != "cpu"
+    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), lookups))
 
 
 def plan(work: Work) -> Work:

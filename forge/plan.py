@@ -16,6 +16,8 @@ Program structure by schedule:
     SumTile     `space` = (parts, cols): adds `parts` rows in ascending order per column (float32), in
                 `block_cols` columns a program; the body then runs on the "c" value named by the "col"
                 reduction.
+    ScanTile    `space` = (outer axes ..., time, columns): programs walk time in order, or against it, and
+                carry the state of every `Scan` from block to block. Scans of one kernel have one direction.
     MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile:
                 space = (m, n).
 
@@ -27,10 +29,11 @@ program order, and nothing that changes the split depends on the machine.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
+from forge.views import Window
 
 INDEX = ""
 """Buffer of an access that reads no memory: the value is the element's own address, an integer."""
@@ -41,7 +44,9 @@ class Access:
     """A buffer read or written: element `offset` + sum of position x stride over the axes of the space;
     `partial` marks the [programs, cols] workspace of a col reduction, addressed by program and column. With
     the buffer `INDEX` that number is itself the value: a position along an axis (stride 1) or a size (no
-    strides, only the offset).
+    strides, only the offset). Along an axis of `windows` the position that the window gives counts; where it
+    has none, nothing is read and the value is `fill`. Of a `table` (stride and number of rows) the row is a
+    value of the body, see `Load`; NaN is read where the table has no such row.
     """
 
     buffer: str
@@ -49,12 +54,37 @@ class Access:
     strides: tuple[Dim, ...]
     partial: bool = False
     offset: Dim = Dim()
+    windows: tuple[Window, ...] = ()
+    fill: float | int = 0
+    table: tuple[Dim, Dim] | None = None
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """Axes of the space along which the address, or whether there is one, changes."""
+        moving = {axis for axis, stride in enumerate(self.strides) if stride != Dim()}
+        return frozenset(moving | {w.axis for w in self.windows})
+
+    def letters(self) -> str:
+        """The same as "r" (some axis but the last) and "c" (the last)."""
+        last = len(self.strides) - 1
+        return ("r" if self.axes - {last} else "") + ("c" if last in self.axes else "")
+
+    def window(self, axis: int) -> Window | None:
+        return next((w for w in self.windows if w.axis == axis), None)
+
+    def led(self) -> Access:
+        """The same in a space with one more axis in front."""
+        windows = tuple(replace(w, axis=w.axis + 1) for w in self.windows)
+        return replace(self, strides=(Dim(), *self.strides), windows=windows)
 
 
 @dataclass(frozen=True)
 class Load:
+    """`row`: the value that is the number of a table's row."""
+
     name: str
     access: int
+    row: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,12 +111,25 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Scan:
+    """`name` = running value of `args` along the last axis but one, from its end when `reverse`. `combine`:
+    sum, prod or logsumexp of one argument; recurrence of two (a, b), h = a h' + b from h' = 0. Computed in
+    the compute dtype of the arguments.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    combine: str
+    reverse: bool
+
+
+@dataclass(frozen=True)
 class Store:
     access: int
     value: str
 
 
-Stmt = Load | Compute | Reduce | Store
+Stmt = Load | Compute | Reduce | Scan | Store
 
 
 @dataclass(frozen=True)
@@ -133,7 +176,46 @@ class MatmulTile:
     split_k: int = 1
 
 
-Tile = RowTile | PointTile | SumTile | MatmulTile
+@dataclass(frozen=True)
+class ScanTile:
+    """A program takes `block` columns of one outermost row (or, where the columns are one, `block` rows) and
+    walks the axis before the columns in blocks of `parts` runs of `steps` positions.
+    """
+
+    steps: int
+    parts: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class PlaceTile:
+    """`space` = (rows of a table, positions), accesses = (row numbers, order, rows, starts): program p lists
+    the positions whose number lies in its `rows` rows of the table, ascending, and their rows, behind those
+    of the programs before it; starts[p] is where its list begins. `block` positions are looked at at once.
+    """
+
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class GatherTile:
+    """`space` = (rows of a table, columns), accesses = (values [position, column], order, rows, starts,
+    table): every row of the table becomes the sum of the values at its positions, ascending, in the compute
+    dtype. A program has `rows` rows and `block_cols` columns, and looks at `block` positions of its list at once; a
+    list holds `listed` rows of the table.
+    """
+
+    rows: int
+    block: int
+    block_cols: int
+    listed: int
+    warps: int
+
+
+Tile = RowTile | PointTile | SumTile | MatmulTile | ScanTile | PlaceTile | GatherTile
 
 
 @dataclass(frozen=True)
@@ -193,14 +275,15 @@ class KernelPlan:
         out: dict[str, str] = {"acc": "rc"} if self.matmul else {}
         for stmt in self.body:
             if isinstance(stmt, Load):
-                strides = self.accesses[stmt.access].strides
-                row = any(s != Dim() for s in strides[:-1])
-                out[stmt.name] = ("r" if row else "") + ("c" if strides[-1] != Dim() else "")
+                joined = set(self.accesses[stmt.access].letters() + out.get(stmt.row, ""))
+                out[stmt.name] = ("r" if "r" in joined else "") + ("c" if "c" in joined else "")
             elif isinstance(stmt, Compute):
                 joined = set("".join(out[a] for a in stmt.args))
                 out[stmt.name] = ("r" if "r" in joined else "") + ("c" if "c" in joined else "")
             elif isinstance(stmt, Reduce):
                 out[stmt.name] = "r" if stmt.axis == "row" else "c"
+            elif isinstance(stmt, Scan):
+                out[stmt.name] = "r" if self.cols == Dim.of(1) else "rc"
         return out
 
     def store_axes(self, stmt: Store) -> str:
@@ -210,8 +293,7 @@ class KernelPlan:
         access = self.accesses[stmt.access]
         if access.partial:
             return "rc" if self.matmul else "c"
-        strides = access.strides
-        return ("r" if any(s != Dim() for s in strides[:-1]) else "") + ("c" if strides[-1] != Dim() else "")
+        return access.letters()
 
     def dtypes(self) -> dict[str, DType]:
         """dtype of each body value."""
@@ -223,6 +305,8 @@ class KernelPlan:
                 out[stmt.name] = stmt.dtype
             elif isinstance(stmt, Reduce):
                 out[stmt.name] = out[stmt.arg].compute
+            elif isinstance(stmt, Scan):
+                out[stmt.name] = out[stmt.args[-1]].compute
         return out
 
     def __str__(self) -> str:
@@ -244,16 +328,24 @@ class KernelPlan:
 def _access(a: Access) -> str:
     strides = ", ".join(str(s) for s in a.strides)
     offset = f"+{a.offset}" if a.offset != Dim() else ""
-    return f"{a.buffer}:{a.dtype.value}[{strides}]{offset}" + ("@partial" if a.partial else "")
+    windows = "".join(f" axis {w.axis}: ({w.mul} p + {w.add}) / {w.div} < {w.size}" for w in a.windows)
+    outside = f"{windows} else {a.fill}" if windows else ""
+    table = f" of {a.table[1]} rows at {a.table[0]}" if a.table else ""
+    return f"{a.buffer}:{a.dtype.value}[{strides}]{offset}{outside}{table}" + (
+        "@partial" if a.partial else ""
+    )
 
 
 def _stmt(s: Stmt, accesses: tuple[Access, ...]) -> str:
     if isinstance(s, Load):
-        return f"{s.name} = load {_access(accesses[s.access])}"
+        row = f" row {s.row}" if s.row else ""
+        return f"{s.name} = load {_access(accesses[s.access])}{row}"
     if isinstance(s, Store):
         return f"store {_access(accesses[s.access])} = {s.value}"
     if isinstance(s, Reduce):
         return f"{s.name} = {s.axis}_{s.combine}({s.arg})"
+    if isinstance(s, Scan):
+        return f"{s.name} = {'reverse ' if s.reverse else ''}{s.combine}_scan({', '.join(s.args)})"
     return f"{s.name}: {s.dtype.value} = {render(s.expr, lambda i: s.args[i])}"
 
 
@@ -284,7 +376,7 @@ def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     level: dict[str, int] = {"acc": 0} if plan.matmul else {}
     for stmt in plan.body:
         if isinstance(stmt, Load):
-            level[stmt.name] = 0
+            level[stmt.name] = level.get(stmt.row, 0)
         elif isinstance(stmt, Compute):
             level[stmt.name] = max((level[a] for a in stmt.args), default=0)
         elif isinstance(stmt, Reduce):
@@ -319,7 +411,7 @@ def _needed(plan: KernelPlan, axes: dict[str, str], roots: set[str]) -> tuple[St
     for s in reversed(plan.body):
         if isinstance(s, (Load, Compute)) and s.name in wanted and "c" in axes[s.name]:
             kept.append(s)
-            wanted |= set(s.args) if isinstance(s, Compute) else set()
+            wanted |= set(s.args) if isinstance(s, Compute) else {s.row}
     return tuple(reversed(kept))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from esper_ir.graph import Graph, Node
-from esper_ir.opdef import Movement
+from esper_ir.opdef import Creation, Movement
+from esper_ir.ops.windows import outside
 from esper_ir.registry import OPS
 from esper_ir.types import Dim
 
@@ -17,15 +18,28 @@ ZERO = Dim()
 
 
 @dataclass(frozen=True)
+class Window:
+    """Position p along `axis` reads element floor((p * mul + add) / div) of `size`, where there is one."""
+
+    axis: int
+    mul: int
+    add: int
+    div: int
+    size: Dim
+
+
+@dataclass(frozen=True)
 class View:
     """`base` (a value with memory of its own) read from element `offset` on with `strides` in elements, one
-    per axis of `shape`.
+    per axis of `shape`. Where a position along an axis of `windows` has no element, the value is `fill`.
     """
 
     base: str
     shape: tuple[Dim, ...]
     strides: tuple[Dim, ...]
     offset: Dim = ZERO
+    windows: tuple[Window, ...] = ()
+    fill: float | int = 0
 
 
 def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -39,7 +53,7 @@ def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def is_dense(view: View) -> bool:
-    return view.offset == ZERO and view.strides == dense_strides(view.shape)
+    return not view.windows and view.offset == ZERO and view.strides == dense_strides(view.shape)
 
 
 def movement(node: Node) -> str | None:
@@ -55,14 +69,26 @@ def views(graph: Graph) -> Mapping[str, View]:
         for name, kind in zip(node.outputs, node.types, strict=True):
             out[name] = View(name, kind.shape, dense_strides(kind.shape))
         moved = _move(node, out[node.tensors[0]]) if movement(node) else None
+        if moved is not None and moved.windows and _is_number(graph, moved.base):
+            moved = None
         if moved is not None:
             out[node.id] = moved
     return out
 
 
+def _is_number(graph: Graph, name: str) -> bool:
+    """A value that no kernel reads from memory: outside its window it is another one."""
+    maker = graph.by_output.get(name)
+    return maker is not None and isinstance(OPS[maker.op].lowering, Creation)
+
+
 def _move(node: Node, source: View) -> View | None:
     shape = node.types[0].shape
     kind = movement(node)
+    if kind == "window":
+        return _window(node, source)
+    if source.windows:
+        return _moved_windows(node, source)
     if kind == "expand":
         lead = len(shape) - len(source.shape)
         strides = [ZERO] * lead + [
@@ -73,6 +99,31 @@ def _move(node: Node, source: View) -> View | None:
         order = permutation(node, len(shape))
         return View(source.base, shape, tuple(source.strides[i] for i in order), source.offset)
     return _part(node, source) if kind in ("slice", "flip") else _reshape(source, shape)
+
+
+def _window(node: Node, source: View) -> View | None:
+    """One more window; the same number has to stand outside of all."""
+    axis, attr = int(node.attr("dim")), node.attr
+    fill = outside(dict(node.attrs), node.types[0].dtype)
+    taken = any(w.axis == axis for w in source.windows)
+    if taken or (source.windows and source.fill != fill):
+        return None
+    window = Window(axis, attr("mul"), attr("add"), attr("div"), source.shape[axis])
+    shape, windows = node.types[0].shape, (*source.windows, window)
+    return View(source.base, shape, source.strides, source.offset, windows, fill)
+
+
+def _moved_windows(node: Node, source: View) -> View | None:
+    """A view of a view with windows: they follow an exchange of axes and new axes in front."""
+    kind, shape = movement(node), node.types[0].shape
+    plain = _move(node, View(source.base, source.shape, source.strides, source.offset))
+    if plain is None or kind not in ("permute", "expand"):
+        return None
+    places = {axis: axis + len(shape) - len(source.shape) for axis in range(len(source.shape))}
+    if kind == "permute":
+        places = {old: new for new, old in enumerate(permutation(node, len(shape)))}
+    moved = tuple(Window(places[w.axis], w.mul, w.add, w.div, w.size) for w in source.windows)
+    return View(plain.base, shape, plain.strides, plain.offset, moved, source.fill)
 
 
 def _part(node: Node, source: View) -> View:

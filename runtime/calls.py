@@ -300,9 +300,9 @@ CALLS: Mapping[str, Extern] = {
     "embedding_grad": Extern(2, frozenset(), lookups.lookup_gradient),
     "cat": Extern(1, frozenset({"dim"}), lookups.cat, most=64),
     "pad": Extern(1, frozenset({"before", "after", "value"}), lookups.pad),
-    "cumsum": Extern(1, frozenset({"dim"}), lookups.cumsum),
+    "cumsum": Extern(1, frozenset({"dim", "reverse"}), lookups.cumsum),
     **{
-        n: Extern(1, frozenset({"dim"}), lookups.scan(n))
+        n: Extern(1, frozenset({"dim", "reverse"}), lookups.scan(n))
         for n in ("cumprod", "cummax", "cummin", "logcumsumexp")
     },
     "prod": Extern(1, frozenset(), lookups.prod),
@@ -310,7 +310,7 @@ CALLS: Mapping[str, Extern] = {
     **{n: Extern(3, frozenset({"dim"}), lookups.scatter(n)) for n in ("scatter", "scatter_add")},
     "unsort": Extern(2, frozenset({"dim"}), lookups.unsort),
     "sort": Extern(1, frozenset({"dim", "descending"}), lookups.sort),
-    "recurrence": Extern(2, frozenset({"dim"}), lookups.recurrence),
+    "recurrence": Extern(2, frozenset({"dim", "reverse"}), lookups.recurrence),
 }
 """By name; `runtime.externs.TABLE` holds them beside the products."""
 

@@ -53,9 +53,12 @@ def pad(attrs: Attrs) -> Run:
 
 
 def cumsum(attrs: Attrs) -> Run:
-    dim = int(attrs["dim"])
+    dim, reverse = int(attrs["dim"]), bool(attrs.get("reverse"))
 
     def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        if reverse:
+            outs[0].copy_(torch.cumsum(inputs[0].flip(dim), dim).flip(dim))
+            return
         torch.cumsum(inputs[0], dim, out=outs[0])
 
     return run
@@ -66,9 +69,11 @@ def scan(name: str) -> Callable[[Attrs], Run]:
     call = getattr(torch, name)
 
     def prepare(attrs: Attrs) -> Run:
-        dim = int(attrs["dim"])
+        dim, reverse = int(attrs["dim"]), bool(attrs.get("reverse"))
 
         def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+            if reverse:
+                return (call(inputs[0].flip(dim), dim).flip(dim),)
             made = call(inputs[0], dim)
             return (made,) if isinstance(made, Tensor) else tuple(made)
 
@@ -132,15 +137,16 @@ def prod(attrs: Attrs) -> Run:
 
 def recurrence(attrs: Attrs) -> Run:
     """h[t] = a[t] h[t-1] + b[t] by doubling: log2(length) passes over the operands."""
-    dim = int(attrs["dim"])
+    dim, reverse = int(attrs["dim"]), bool(attrs.get("reverse"))
 
     def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        a, b = (t.movedim(dim, -1) for t in inputs)
+        a, b = ((t.flip(dim) if reverse else t).movedim(dim, -1) for t in inputs)
         step = 1
         while step < b.shape[-1]:
             before = functional.pad(b[..., :-step], (step, 0))
             b, a = b + a * before, a * functional.pad(a[..., :-step], (step, 0))
             step *= 2
-        outs[0].copy_(b.movedim(-1, dim))
+        made = b.movedim(-1, dim)
+        outs[0].copy_(made.flip(dim) if reverse else made)
 
     return run

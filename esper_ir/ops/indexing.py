@@ -14,6 +14,7 @@ from esper_ir.opdef import (
     Composite,
     Cotangents,
     Emit,
+    Lookup,
     NotDifferentiable,
     Number,
     Opaque,
@@ -21,12 +22,14 @@ from esper_ir.opdef import (
     Operand,
     Operands,
     Sample,
+    Scan,
     Val,
     Vals,
     Wanted,
 )
 from esper_ir.ops.convolution import sized
 from esper_ir.ops.gradients import to, up, val
+from esper_ir.ops.recurrence import REVERSE
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, axis, same, tensor, torch_dtype
 from esper_ir.types import Dim, DType, TensorType
@@ -153,7 +156,7 @@ def _infer_cumsum(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _expand_cumsum(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x = only(inputs)
-    return (to(emit, emit("running_sum", up(emit, x), dim=attrs["dim"]), x.type.dtype),)
+    return (to(emit, emit("running_sum", up(emit, x), **attrs), x.type.dtype),)
 
 
 def _vjp_running(
@@ -163,15 +166,21 @@ def _vjp_running(
     g, at = cotangents[0], attrs["dim"]
     if g is None or not wanted[0]:
         return [None]
-    return [emit("reverse", emit("running_sum", emit("reverse", g, dim=at), dim=at), dim=at)]
+    return [emit("running_sum", g, dim=at, reverse=not attrs["reverse"])]
+
+
+def _cumsum_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    x, at = inputs[0], attrs["dim"]
+    return (x.flip(at).cumsum(at).flip(at) if attrs["reverse"] else torch.cumsum(x, at),)
 
 
 def _scan(name: str, lowering: Any, vjp: Any, dtypes: Sequence[str]) -> OpDef:
-    rows = [((5, 7), 1), ((5, 7), 0), ((2, 3, 4), -2)]
+    rows = [((5, 7), {"dim": 1}), ((5, 7), {"dim": 0}), ((2, 3, 4), {"dim": -2}),
+            ((3, 6), {"dim": 1, "reverse": True})]  # fmt: skip
     return OpDef(
-        name=name, infer=_infer_cumsum, reference=lambda i, a: (torch.cumsum(i[0], a["dim"]),), vjp=vjp,
-        lowering=lowering, arity=(1, 1), params=(Attr("dim", "int"),), resolve=_resolve_cumsum,
-        samples=tuple(Sample((TensorType.of(d, s),), {"dim": at}) for d in dtypes for s, at in rows),
+        name=name, infer=_infer_cumsum, reference=_cumsum_reference, vjp=vjp,
+        lowering=lowering, arity=(1, 1), params=(Attr("dim", "int"), REVERSE), resolve=_resolve_cumsum,
+        samples=tuple(Sample((TensorType.of(d, s),), attrs) for d in dtypes for s, attrs in rows),
         cost=lambda i, o, a: o[0].numel, doc="torch.cumsum",
     )  # fmt: skip
 
@@ -194,7 +203,7 @@ def _gradient_samples() -> tuple[Sample, ...]:
 OPS = (
     OpDef(
         name="embedding", infer=_infer_embedding, reference=lambda i, a: (functional.embedding(*i),),
-        vjp=_vjp_embedding, lowering=Opaque("embedding"), samples=_embedding_samples(), arity=(2, 2),
+        vjp=_vjp_embedding, lowering=Lookup("embedding"), samples=_embedding_samples(), arity=(2, 2),
         cost=_no_cost, indices={0: lambda types, attrs: tensor(types[1], 1).shape[0]},
         doc="torch.nn.functional.embedding(rows, weight)",
     ),
@@ -218,5 +227,5 @@ OPS = (
     _triangle("tril", "le"),
     _triangle("triu", "ge"),
     _scan("cumsum", Composite(_expand_cumsum), ByExpansion(), ("float32", "bfloat16", "float64")),
-    _scan("running_sum", Opaque("cumsum"), _vjp_running, ("float32", "float64")),
+    _scan("running_sum", Scan("cumsum", "sum"), _vjp_running, ("float32", "float64")),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -136,7 +137,7 @@ def _cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
 # Maxima.
 
 
-def _max_call(x: Any, rank: int, attrs: Attrs) -> Any:
+def max_call(x: Any, rank: int, attrs: Attrs) -> Any:
     call = getattr(functional, f"max_pool{rank}d")
     return call(
         x, attrs["kernel"], attrs["stride"], attrs["padding"], attrs["dilation"],
@@ -145,17 +146,22 @@ def _max_call(x: Any, rank: int, attrs: Attrs) -> Any:
 
 
 def _max_reference(rank: int) -> Any:
-    return lambda i, a: tuple(last(t, a) for t in _max_call(first(i[0], a), rank, a))
+    return lambda i, a: tuple(last(t, a) for t in max_call(first(i[0], a), rank, a))
 
 
 def _max_gradient_reference(rank: int) -> Any:
     def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
         g, x, places = (first(t, attrs) for t in inputs)
-        backward = getattr(torch.ops.aten, f"max_pool{rank}d_with_indices_backward")
-        numbers = (attrs[k] for k in ("kernel", "stride", "padding", "dilation", "ceil_mode"))
-        return (last(backward(g, x, *numbers, places), attrs),)
+        return (last(max_gradient(g, x, places, rank, attrs), attrs),)
 
     return reference
+
+
+def max_gradient(g: Any, x: Any, places: Any, rank: int, attrs: Attrs) -> Any:
+    """torch's gradient from positions in the whole plane; channels at axis 1."""
+    backward = getattr(torch.ops.aten, f"max_pool{rank}d_with_indices_backward")
+    numbers = (attrs[k] for k in ("kernel", "stride", "padding", "dilation", "ceil_mode"))
+    return backward(g, x, *numbers, places)
 
 
 def _infer(rank: int, indices: bool) -> Any:
@@ -193,7 +199,10 @@ def _vjp_max(rank: int) -> Any:
 
 def _expand_max(rank: int) -> Any:
     def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
-        return emit.many(f"max_pool{rank}d_with_indices", inputs[0], **attrs)[:1]
+        close = all(d == 1 for d in attrs["dilation"]) and prod(attrs["kernel"]) <= 32
+        spans = [-(-k // s) * s for k, s in zip(attrs["kernel"], attrs["stride"], strict=True)]
+        kind = "placed" if close and prod(spans) <= 255 else "with_indices"
+        return emit.many(f"max_pool{rank}d_{kind}", inputs[0], **attrs)[:1]
 
     return expand
 

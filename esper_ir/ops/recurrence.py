@@ -10,16 +10,15 @@ from esper_ir.lazy import functional
 from esper_ir.opdef import (
     Attr,
     Attrs,
-    ByExpansion,
     Composite,
     Cotangents,
     Emit,
     Number,
-    Opaque,
     OpDef,
     Operand,
     Operands,
     Sample,
+    Scan,
     Val,
     Vals,
     Wanted,
@@ -48,37 +47,42 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     a, b = (val(o) for o in inputs)
-    made = emit("recurrence", up(emit, a), up(emit, b), dim=attrs["dim"])
+    made = emit("recurrence", up(emit, a), up(emit, b), **attrs)
     return (to(emit, made, b.type.dtype),)
 
 
-def _shifted(emit: Emit, x: Val, at: int, back: bool) -> Val:
-    """x[t - 1] with 0 first, or (`back`) x[t + 1] with 0 last."""
-    size, rank = x.type.shape[at], x.type.rank
-    one = tuple(int(i == at) for i in range(rank))
-    none = (0,) * rank
-    if back:
-        return emit("slice", emit("pad", x, before=none, after=one), dim=at, start=1, end=size + 1)
-    return emit("slice", emit("pad", x, before=one, after=none), dim=at, start=0, end=size)
+def shifted(emit: Emit, x: Val, at: int, by: int) -> Val:
+    """x[t - by] along axis `at`, 0 where that lies outside."""
+    size = x.type.shape[at]
+    if size.static is not None and size.static <= abs(by):
+        return emit("full", shape=x.type.shape, value=0.0, dtype=x.type.dtype)
+    return emit("window", x, dim=at, add=-by, size=size)
 
 
 def _vjp(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """db[t] = g[t] + a[t + 1] db[t + 1], the recurrence from the other end; da[t] = db[t] h[t - 1]."""
-    g, at = cotangents[0], attrs["dim"]
+    """db[t] = g[t] + a[t + 1] db[t + 1], the recurrence from the other end; da[t] = db[t] h[t - 1].
+
+    Both shifts are of the values as they are stored, so that a kernel reads them one place further.
+    """
+    g, at, kind = cotangents[0], attrs["dim"], val(inputs[1]).type.dtype
     if g is None or not any(wanted):
         return [None, None]
-    later = emit("reverse", _shifted(emit, val(inputs[0]), at, True), dim=at)
-    db = emit("reverse", emit("recurrence", later, emit("reverse", g, dim=at), dim=at), dim=at)
-    da = emit("mul", db, _shifted(emit, outputs[0], at, False)) if wanted[0] else None
-    return [da, db if wanted[1] else None]
+    by = -1 if attrs["reverse"] else 1
+    later = shifted(emit, val(inputs[0]), at, -by)
+    db = emit("recurrence", up(emit, later), up(emit, g), dim=at, reverse=not attrs["reverse"])
+    da = None
+    if wanted[0]:
+        da = to(emit, emit("mul", db, up(emit, shifted(emit, outputs[0], at, by))), kind)
+    return [da, to(emit, db, kind) if wanted[1] else None]
 
 
 def _reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     """By doubling (Kogge and Stone 1973): after step k an element holds the sum over 2^k predecessors."""
     kept = inputs[1].dtype
-    a, b = (t.movedim(attrs["dim"], -1) for t in inputs)
+    ends = [t.flip(attrs["dim"]) if attrs["reverse"] else t for t in inputs]
+    a, b = (t.movedim(attrs["dim"], -1) for t in ends)
     if kept.itemsize < 4:
         a, b = a.float(), b.float()
     step = 1
@@ -86,25 +90,30 @@ def _reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
         before = functional.pad(b[..., :-step], (step, 0))
         b, a = b + a * before, a * functional.pad(a[..., :-step], (step, 0))
         step *= 2
-    return (b.movedim(-1, attrs["dim"]).to(kept),)
+    made = b.movedim(-1, attrs["dim"]).to(kept)
+    return (made.flip(attrs["dim"]) if attrs["reverse"] else made,)
 
 
 def _samples(dtypes: Sequence[str]) -> tuple[Sample, ...]:
-    rows = [((5, 7), 1), ((9, 3), 0), ((2, 6, 3), -2), ((4, 1), 1)]
-    return tuple(Sample((TensorType.of(d, s),) * 2, {"dim": at}, -0.9, 0.9) for d in dtypes for s, at in rows)
+    rows = [((5, 7), {"dim": 1}), ((9, 3), {"dim": 0}), ((2, 6, 3), {"dim": -2}), ((4, 1), {"dim": 1}),
+            ((2, 5, 3), {"dim": 1, "reverse": True})]  # fmt: skip
+    return tuple(Sample((TensorType.of(d, s),) * 2, attrs, -0.9, 0.9) for d in dtypes for s, attrs in rows)
+
+
+REVERSE = Attr("reverse", "bool", False, doc="from the other end")
 
 
 def _record(name: str, lowering: Any, vjp: Any, dtypes: Sequence[str], doc: str) -> OpDef:
     return OpDef(
         name=name, infer=_infer, reference=_reference, vjp=vjp, lowering=lowering, samples=_samples(dtypes),
-        arity=(2, 2), params=(Attr("dim", "int", doc="the axis of time"),), resolve=_resolve,
+        arity=(2, 2), params=(Attr("dim", "int", doc="the axis of time"), REVERSE), resolve=_resolve,
         cost=lambda i, o, a: Dim.of(2) * o[0].numel, doc=doc,
     )  # fmt: skip
 
 
 OPS = (
-    _record("linear_scan", Composite(_expand), ByExpansion(), ("float32", "bfloat16", "float64"),
+    _record("linear_scan", Composite(_expand), _vjp, ("float32", "bfloat16", "float64"),
             "h[t] = a[t] h[t-1] + b[t] of factors a and inputs b"),
-    _record("recurrence", Opaque("recurrence"), _vjp, ("float32", "float64"),
+    _record("recurrence", Scan("recurrence", "recurrence"), _vjp, ("float32", "float64"),
             "h[t] = a[t] h[t-1] + b[t], as a primitive in the compute type"),
 )  # fmt: skip

@@ -18,6 +18,7 @@ from esper_ir.opdef import (
     Operand,
     Operands,
     Sample,
+    Scan,
     Tolerance,
     Val,
     Vals,
@@ -25,6 +26,7 @@ from esper_ir.opdef import (
 )
 from esper_ir.ops.gradients import to, up
 from esper_ir.ops.picking import DIM, resolve_axis
+from esper_ir.ops.recurrence import REVERSE
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import accept, tensor
 from esper_ir.types import DType, TensorType
@@ -46,7 +48,24 @@ def _infer_extremum(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _backwards(emit: Emit, op: str, x: Val, at: int) -> Val:
     """A scan from the other end."""
-    return emit("reverse", emit(op, emit("reverse", x, dim=at), dim=at), dim=at)
+    return emit(op, x, dim=at, reverse=True)
+
+
+def _ends(vjp: Any) -> Any:
+    """The rule of a scan from the other end: that of the scan of what is read backwards."""
+
+    def rule(
+        emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+    ) -> Cotangents:
+        if not attrs["reverse"]:
+            return vjp(emit, inputs, outputs, cotangents, attrs, wanted)
+        at = attrs["dim"]
+        turned = [emit("reverse", only(v), dim=at) for v in (inputs, outputs)]
+        g = None if cotangents[0] is None else emit("reverse", cotangents[0], dim=at)
+        made = vjp(emit, turned[:1], turned[1:], [g], {**attrs, "reverse": False}, wanted)[0]
+        return [None if made is None else emit("reverse", made, dim=at)]
+
+    return rule
 
 
 def _vjp_product(
@@ -96,7 +115,7 @@ def _vjp_extremum(
 def _expand(primitive: str) -> Any:
     def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
         x = only(inputs)
-        return (to(emit, emit(primitive, up(emit, x), dim=attrs["dim"]), x.type.dtype),)
+        return (to(emit, emit(primitive, up(emit, x), **attrs), x.type.dtype),)
 
     return expand
 
@@ -104,20 +123,22 @@ def _expand(primitive: str) -> Any:
 def _wide(call: str) -> Any:
     def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
         x = inputs[0].float() if inputs[0].dtype.itemsize == 2 else inputs[0]
-        return (getattr(torch, call)(x, attrs["dim"]).to(inputs[0].dtype),)
+        at = attrs["dim"]
+        made = getattr(torch, call)(x.flip(at) if attrs["reverse"] else x, at).to(inputs[0].dtype)
+        return (made.flip(at) if attrs["reverse"] else made,)
 
     return reference
 
 
 def _samples(dtypes: Sequence[str], low: float = -2.0, high: float = 2.0) -> tuple[Sample, ...]:
-    rows = [((5, 7), 1), ((5, 7), 0), ((2, 3, 4), -2)]
-    return tuple(Sample((TensorType.of(d, s),), {"dim": at}, low, high) for d in dtypes for s, at in rows)
+    rows = [((5, 7), {"dim": 1}), ((5, 7), {"dim": 0}), ((2, 3, 4), {"dim": -2})]
+    return tuple(Sample((TensorType.of(d, s),), a, low, high) for d in dtypes for s, a in rows)
 
 
 def _scan(name: str, call: str, lowering: Any, vjp: Any, samples: tuple[Sample, ...]) -> OpDef:
     return OpDef(
         name=name, infer=_infer, reference=_wide(call), vjp=vjp, lowering=lowering, samples=samples,
-        arity=(1, 1), params=(DIM,), resolve=resolve_axis, cost=lambda i, o, a: o[0].numel,
+        arity=(1, 1), params=(DIM, REVERSE), resolve=resolve_axis, cost=lambda i, o, a: o[0].numel,
         tolerance=Tolerance(4.0, "every step adds its rounding"), doc=f"torch.{call}",
     )  # fmt: skip
 
@@ -137,10 +158,12 @@ ZERO_ROW = Sample((TensorType.of("float32", (3, 5)),), {"dim": 1}, 0.0, 0.0)
 OPS = (
     _scan("cumprod", "cumprod", Composite(_expand("running_product")), ByExpansion(),
           (*_samples(BOTH, -1.5, 1.5), ZERO_ROW)),
-    _scan("running_product", "cumprod", Opaque("cumprod"), _vjp_product, _samples(WIDE, -1.5, 1.5)),
+    _scan("running_product", "cumprod", Scan("cumprod", "prod"), _ends(_vjp_product),
+          _samples(WIDE, -1.5, 1.5)),
     _scan("logcumsumexp", "logcumsumexp", Composite(_expand("running_logsumexp")), ByExpansion(),
           _samples(BOTH)),
-    _scan("running_logsumexp", "logcumsumexp", Opaque("logcumsumexp"), _vjp_logsumexp, _samples(WIDE)),
+    _scan("running_logsumexp", "logcumsumexp", Scan("logcumsumexp", "logsumexp"), _ends(_vjp_logsumexp),
+          _samples(WIDE)),
     _extremum("cummax"),
     _extremum("cummin"),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from esper_ir.types import DType
 from forge.emit.c_expr import REGISTER, Block, Term
 from forge.emit.c_math import preamble
 from forge.emit.c_reduce import Column, Lanes, combined, identity, lane_loop
+from forge.emit.c_scan import scan_tile
 from forge.emit.c_text import Lines, Scope, Text, braces, flush, indent, simd
 from forge.plan import (
     Access,
@@ -29,6 +30,7 @@ from forge.plan import (
     PointTile,
     Reduce,
     RowTile,
+    ScanTile,
     Stmt,
     Store,
     SumTile,
@@ -72,7 +74,7 @@ def emit(plan: KernelPlan, target: Target) -> str:
     Raises E0522 when the target is no cpu or the plan is a contraction, E0523 for a body that its tile
     cannot hold.
     """
-    tiles = {RowTile: _row_tile, PointTile: _point_tile, SumTile: _sum_tile}
+    tiles = {RowTile: _row_tile, PointTile: _point_tile, SumTile: _sum_tile, ScanTile: scan_tile}
     spelled = tiles.get(type(plan.tile))
     if target.kind != "cpu" or spelled is None or plan.matmul:
         what = f"{type(plan.tile).__name__} on {target.name}"

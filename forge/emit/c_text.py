@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.types import Dim, DType, FloorDiv
-from forge.emit.c_expr import HALVES, MEMORY, REGISTER, Block, Term, convert, round_to, spell
+from forge.emit.c_expr import HALVES, MEMORY, REGISTER, Block, Term, constant, convert, round_to, spell
 from forge.plan import INDEX, Access, Compute, KernelPlan, Load, RowTile, Stmt, Store
+from forge.views import Window
 
 # Elements under which starting threads costs more than it saves.
 SERIAL = 16384
@@ -106,10 +107,16 @@ class Text:
         """`o<access>`: index of column 0 of the row, for every access that moves with the row."""
         lines = []
         for at, access in enumerate(self.plan.accesses):
-            moving = ((a, s) for a, s in enumerate(access.strides[:-1]) if s != Dim())
-            parts = [f"i{a}" if s == Dim.of(1) else f"i{a} * {_factor(s)}" for a, s in moving]
-            if parts and not self.is_partial(access):
-                lines.append(f"const int64_t o{at} = {' + '.join(parts)};")
+            moving = [a for a in sorted(access.axes) if a < len(access.strides) - 1]
+            parts = [_product(_source(access.window(a), f"i{a}"), access.strides[a]) for a in moving]
+            if not parts or self.is_partial(access):
+                continue
+            inside = [c for w in access.windows if w.axis in moving for c in _inside(w, f"i{w.axis}")]
+            where = " + ".join(parts)
+            if inside:
+                lines.append(f"const int g{at} = {' & '.join(inside)};")
+                where = f"g{at} ? {where} : 0"
+            lines.append(f"const int64_t o{at} = {where};")
         return lines
 
     def is_partial(self, access: Access) -> bool:
@@ -123,11 +130,12 @@ class Text:
             access = self.plan.accesses[at]
             if self.is_partial(access):
                 return f"p * cols + {column}"
-            moves = row and any(s != Dim() for s in access.strides[:-1])
+            last = len(access.strides) - 1
+            moves = row and bool(access.axes - {last})
             step = access.strides[-1]
             parts = [f"o{at}"] if moves else []
             if column is not None and step != Dim():
-                parts.append(column if step == Dim.of(1) else f"{column} * {_factor(step)}")
+                parts.append(_product(_source(access.window(last), column), step))
             if access.offset != Dim():
                 parts.append(_factor(access.offset))
             return " + ".join(parts) or "0"
@@ -154,10 +162,22 @@ class Text:
             return scope.block.let(access.dtype, f"({REGISTER[access.dtype]})({scope.index(stmt.access)})")
         dtype, element = access.dtype, self._element(stmt.access, scope)
         reads = {DType.bfloat16: "from_bf16({})", DType.float16: "from_f16({})", DType.bool: "{} != 0"}
-        out = scope.block.let(dtype.compute, reads.get(dtype, "{}").format(element))
+        value = reads.get(dtype, "{}").format(element)
+        if access.windows:
+            inside = " & ".join(self._inside(stmt.access))
+            value = f"{inside} ? {value} : {constant(access.fill, dtype.compute)}"
+        out = scope.block.let(dtype.compute, value)
         if dtype in HALVES:
             scope.block.exact.add((out.text, dtype))
         return out
+
+    def _inside(self, at: int) -> Lines:
+        """Whether the windows of an access have an element: along the row's axes, and at column j."""
+        access = self.plan.accesses[at]
+        last = len(access.strides) - 1
+        row = [f"g{at}"] if any(w.axis != last for w in access.windows) else []
+        window = access.window(last)
+        return row if window is None else [*row, *_inside(window, "j")]
 
     def _store(self, stmt: Store, scope: Scope) -> str:
         dtype = self.plan.accesses[stmt.access].dtype
@@ -191,6 +211,29 @@ def dim(size: Dim) -> str:
 def _factor(size: Dim) -> str:
     text = dim(size)
     return text if re.fullmatch(r"\w+(\(\d+\))?", text) else f"({text})"
+
+
+def _product(position: str, stride: Dim) -> str:
+    return position if stride == Dim.of(1) else f"{position} * {_factor(stride)}"
+
+
+def _source(window: Window | None, at: str) -> str:
+    """The position that is read; where there is none, any number."""
+    if window is None:
+        return at
+    place = _numerator(window, at)
+    return place if window.div == 1 else f"({place} / {window.div})"
+
+
+def _numerator(window: Window, at: str) -> str:
+    return f"({at if window.mul == 1 else f'{at} * {window.mul}'} + {window.add})".replace("+ -", "- ")
+
+
+def _inside(window: Window, at: str) -> Lines:
+    """Division rounds to zero, so the sign is asked for."""
+    place = _numerator(window, at)
+    low = [f"({place} >= 0)"] if window.add < 0 else []
+    return [*low, f"({place} < {_factor(window.size * window.div)})"]
 
 
 def _floordiv(atom: FloorDiv) -> str:

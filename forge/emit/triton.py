@@ -10,16 +10,21 @@ from esper_ir.types import Dim
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
+from forge.emit.triton_scan import scans
+from forge.emit.triton_table import gathers, places
 from forge.emit.writer import dim_text
 from forge.plan import (
     Access,
     Compute,
+    GatherTile,
     KernelPlan,
     Load,
     MatmulTile,
+    PlaceTile,
     PointTile,
     Reduce,
     RowTile,
+    ScanTile,
     Store,
     SumTile,
 )
@@ -165,4 +170,5 @@ def _operand(k: Kernel, access: Access, index: list[str], mask: str) -> str:
     return f"{text}.to(tl.float32)" if k.interpreted else text
 
 
-_EMITTERS = {RowTile: rows, PointTile: _points, SumTile: _sums, MatmulTile: _matmul}
+_EMITTERS = {RowTile: rows, PointTile: _points, SumTile: _sums, MatmulTile: _matmul, ScanTile: scans,
+             PlaceTile: places, GatherTile: gathers}  # fmt: skip

@@ -5,9 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from esper_ir.types import Dim, DType
-from forge.emit.triton_scalars import TRITON_TYPE, rounded, spell
+from forge.emit.triton_scalars import TRITON_TYPE, number, rounded, spell
 from forge.emit.writer import Writer, dim_text
-from forge.plan import INDEX, Access, Compute, KernelPlan, Load, PointTile, Reduce, RowTile, Stmt, Store
+from forge.plan import (
+    INDEX,
+    Access,
+    Compute,
+    KernelPlan,
+    Load,
+    PointTile,
+    Reduce,
+    RowTile,
+    Scan,
+    ScanTile,
+    Stmt,
+    Store,
+)
+from forge.views import Window
 
 COMBINE = {"sum": "_add", "max": "_max", "min": "_min"}
 _BITS = {DType.int64: 63, DType.int32: 31, DType.int16: 15, DType.int8: 7}
@@ -23,6 +37,12 @@ def identity(combine: str, dtype: DType) -> str:
         return "0" if combine == "max" else "1" if dtype is DType.bool else "255"
     bits = _BITS[dtype]
     return f"({-(1 << bits)})" if combine == "max" else str((1 << bits) - 1)
+
+
+def moved(window: Window, at: str) -> str:
+    """The numerator of a window's position."""
+    text = at if window.mul == 1 else f"{at} * {window.mul}"
+    return f"({text} + {window.add})" if window.add >= 0 else f"({text} - {-window.add})"
 
 
 def _halves(plan: KernelPlan) -> bool:
@@ -54,8 +74,13 @@ class Kernel:
     def offset(self, access: Access, index: list[str]) -> str:
         """Element offset; an axis with stride 0 does not appear."""
         terms = [dim_text(access.offset)] if access.offset != Dim() else []
-        for stride, at in zip(access.strides, index, strict=True):
-            if stride == Dim.of(1):
+        for axis, (stride, at) in enumerate(zip(access.strides, index, strict=True)):
+            window = access.window(axis)
+            if window is not None:
+                place = moved(window, at)
+                place = place if window.div == 1 else f"({place} // {window.div})"
+                terms.append(f"{place} * {dim_text(stride)}")
+            elif stride == Dim.of(1):
                 terms.append(at)
             elif stride != Dim():
                 terms.append(f"{at} * {dim_text(stride)}")
@@ -63,6 +88,10 @@ class Kernel:
 
     def load(self, stmt: Load, index: list[str], mask: str, hint: str = "") -> None:
         access = self.plan.accesses[stmt.access]
+        if access.table is not None:
+            text = self.widened(access, self.row_load(access, index, mask, stmt.row))
+            self.w.line(f"{stmt.name} = {text}")
+            return
         text = self.number_text if access.buffer == INDEX else self.load_text
         self.w.line(f"{stmt.name} = {text(access, index, mask, hint)}")
 
@@ -72,15 +101,34 @@ class Kernel:
         return f"({self.offset(access, index)}{zero}).to({TRITON_TYPE[access.dtype]})"
 
     def load_text(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
-        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}"
-        masked = f", mask={mask}, other=0" if mask else ""
-        text = f"tl.load({address}{masked}{hint})"
-        return self.widened(access, text)
+        return self.widened(access, self.raw_load(access, index, mask, hint))
 
-    def raw_load(self, access: Access, index: list[str], mask: str) -> str:
+    def raw_load(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
         """A load that keeps the stored type."""
         address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}"
-        return f"tl.load({address}{f', mask={mask}, other=0' if mask else ''})"
+        mask = " & ".join([*([mask] if mask else []), *self.inside(access, index)])
+        other = number(access.fill) if access.windows else "0"
+        return f"tl.load({address}{f', mask={mask}, other={other}' if mask else ''}{hint})"
+
+    def row_load(self, access: Access, index: list[str], mask: str, row: str) -> str:
+        """Elements of the table's row that a value names; NaN where it has no such row."""
+        assert access.table is not None
+        stride, count = (dim_text(d) for d in access.table)
+        exists = f"({row} >= 0) & ({row} < {count})"
+        both = " & ".join([*([mask] if mask else []), exists])
+        address = f"{self.pointer[access.buffer]} + {row}.to({self.index_type}) * {stride}"
+        address += f" + {self.offset(access, index)}"
+        return f'tl.load({address}, mask={both}, other=float("nan"))'
+
+    def inside(self, access: Access, index: list[str]) -> list[str]:
+        """Whether the windows have an element there. Division rounds to zero, so the sign is asked for."""
+        out: list[str] = []
+        for w in access.windows:
+            place = moved(w, index[w.axis])
+            if w.add < 0:
+                out.append(f"({place} >= 0)")
+            out.append(f"({place} < {dim_text(w.size * w.div)})")
+        return out
 
     def widened(self, access: Access, text: str) -> str:
         """Stored type to compute type."""
@@ -107,7 +155,8 @@ class Kernel:
     def compute(self, stmt: Compute) -> None:
         # Numbers alone become tensors, since a Python number has no type to be rounded to.
         alone = "" if stmt.args else self.one()
-        fast = self.fast and (isinstance(self.plan.tile, PointTile) or self.axes[stmt.name] == "rc")
+        flat = isinstance(self.plan.tile, (PointTile, ScanTile))
+        fast = self.fast and (flat or self.axes[stmt.name] == "rc")
         text = spell(stmt.expr, list(stmt.args), self.interpreted, alone, fast)
         plain = stmt.dtype in (DType.float32, DType.bool) and all(
             self.dtypes[a].compute is DType.float32 for a in stmt.args
@@ -116,6 +165,8 @@ class Kernel:
 
     def one(self) -> str:
         """Shape of a value that depends on no axis."""
+        if isinstance(self.plan.tile, ScanTile) and self.plan.cols != Dim.of(1):
+            return "[1, 1, 1]"
         return "[1]" if isinstance(self.plan.tile, PointTile) else "[1, 1]"
 
     def whole(self, name: str) -> str:
@@ -131,8 +182,7 @@ class Kernel:
         return " & ".join(masks[a] for a in ("r", "c") if a in axes and masks.get(a))
 
     def access_axes(self, access: Access) -> str:
-        row = any(s != Dim() for s in access.strides[:-1])
-        return ("r" if row else "") + ("c" if access.strides[-1] != Dim() else "")
+        return access.letters()
 
     def row_indices(self, row: str) -> list[str]:
         """Index of every axis but the last from the linear row, outermost first."""
@@ -154,9 +204,9 @@ class Kernel:
         rest: list[Stmt] = []
         for s in self.plan.body:
             free = isinstance(s, (Load, Compute)) and "r" not in self.axes[s.name]
-            if free and isinstance(s, Compute) and late & set(s.args):
+            if free and late & (set(s.args) if isinstance(s, Compute) else {getattr(s, "row", "")}):
                 free = False
-            if not free and isinstance(s, (Compute, Reduce)):
+            if not free and isinstance(s, (Load, Compute, Reduce)):
                 late.add(s.name)
             (early if free else rest).append(s)
         return early, rest
@@ -180,6 +230,8 @@ def statement(k: Kernel, s: Stmt, index: list[str], masks: dict[str, str]) -> No
             # One program writes what is the same for all rows: thousands of them would wait for one line.
             mask = " & ".join(("(pid == 0)", *([mask] if mask else [])))
         k.store(access, s.value, index, mask, k.axes[s.value])
+    elif isinstance(s, Scan):
+        raise AssertionError("running values are spelled in triton_scan.py")
     elif s.axis == "row":
         value = masked(k.whole(s.arg), masks.get("c", ""), identity(s.combine, k.dtypes[s.name]))
         k.w.line(f"{s.name} = tl.reduce({value}, 1, {COMBINE[s.combine]}, keep_dims=True)")

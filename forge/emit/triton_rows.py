@@ -82,7 +82,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         _row_lines(k, tile, "0")
         _block(k, work, {"r": "row_ok", **col_mask}, folded)
         return
-    loads = [s for s in work if isinstance(s, Load) and _reads(k, s)] if tile.prefetch else []
+    loads = _ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
     if not loads:
         with k.w.block(head):
@@ -101,8 +101,14 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
             k.w.line(f"{name} = next_{name}")
 
 
-def _reads(k: Kernel, stmt: Load) -> bool:
-    return k.plan.accesses[stmt.access].buffer != INDEX
+def _ahead(k: Kernel, work: list[Stmt]) -> list[Load]:
+    """Loads that need nothing computed: their addresses, or the rows they read, are loaded themselves."""
+    out: list[Load] = []
+    for s in work:
+        if isinstance(s, Load) and k.plan.accesses[s.access].buffer != INDEX:
+            if not s.row or any(s.row == other.name for other in out):
+                out.append(s)
+    return out
 
 
 def _fetch(
@@ -112,8 +118,11 @@ def _fetch(
     index = [*k.row_indices(at[0]), at[1]]
     for s in loads:
         access = k.plan.accesses[s.access]
-        w = k.raw_load(access, index, k.mask(k.axes[s.name], masks))
-        k.w.line(f"{prefix}raw_{s.name} = {w}")
+        mask = k.mask(k.axes[s.name], masks)
+        load = k.raw_load(access, index, mask)
+        if s.row:
+            load = k.row_load(access, index, mask, f"{prefix}raw_{s.row}")
+        k.w.line(f"{prefix}raw_{s.name} = {load}")
 
 
 def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool) -> None:
@@ -176,7 +185,7 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     """
     w, cols = k.w, dim_text(k.plan.cols)
     masks = {"r": "row_ok", "c": f"(col < {cols})"}
-    loads = [s for s in sweep.full if isinstance(s, Load) and _reads(k, s)] if tile.prefetch else []
+    loads = _ahead(k, list(sweep.full)) if tile.prefetch else []
     if loads:
         w.line(f"col = tl.arange(0, {tile.block_cols})[None, :]")
         _fetch(k, loads, "", masks)

@@ -104,6 +104,24 @@ def _add(a, b):
 
 
 @triton.jit
+def _mul(a, b):
+    return a * b
+
+
+@triton.jit
+def _logaddexp(a, b):
+    top = _max(a, b)
+    total = top + {log}({exp_a} + {exp_b})
+    return tl.where((top == float("-inf")) | (top == float("inf")), top, total)
+
+
+@triton.jit
+def _recur(a, b, c, d):
+    # h -> c (a h + b) + d: first the step (a, b), then the step (c, d).
+    return a * c, b * c + d
+
+
+@triton.jit
 def _round_fp16(x):
     return x.to(tl.float16).to(tl.float32)
 
@@ -160,7 +178,11 @@ def preamble(interpreted: bool) -> str:
     imports = "import triton\nimport triton.language as tl\n"
     if not interpreted:
         imports += "from triton.language.extra import libdevice\n"
-    helpers = _HELPERS.replace("{exp}", "tl.exp(-x)" if interpreted else "libdevice.exp(-x)")
+    own = "tl" if interpreted else "libdevice"
+    spelled = {"exp": "exp(-x)", "exp_a": "exp(a - top)", "exp_b": "exp(b - top)", "log": "log"}
+    helpers = _HELPERS
+    for name, text in spelled.items():
+        helpers = helpers.replace(f"{{{name}}}", f"{own}.{text}")
     return imports + "\n" + helpers + (_ROUND_INTERPRETED if interpreted else _ROUND_GPU)
 
 
@@ -172,9 +194,7 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
         return args[expr.index]
     if isinstance(expr, Const):
         return (
-            f"tl.full({alone}, {_constant(expr.value)}, {_number_type(expr)})"
-            if alone
-            else _constant(expr.value)
+            f"tl.full({alone}, {number(expr.value)}, {_number_type(expr)})" if alone else number(expr.value)
         )
     if isinstance(expr, Cast):
         return rounded(spell(expr.arg, args, interpreted, alone, fast), expr.dtype)
@@ -203,7 +223,8 @@ def rounded(text: str, dtype: DType) -> str:
     return f"({text}).to({TRITON_TYPE[dtype]})"
 
 
-def _constant(value: float | int | bool) -> str:
+def number(value: float | int | bool) -> str:
+    """A number as Triton text."""
     if isinstance(value, float) and not math.isfinite(value):
         return 'float("nan")' if math.isnan(value) else f'float("{"-" if value < 0 else ""}inf")'
     return f"({value!r})" if not isinstance(value, bool) and value < 0 else repr(value)

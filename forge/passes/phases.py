@@ -100,8 +100,8 @@ def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
     return is_dense(view) and TensorType(whole.dtype, view.shape).numel == whole.numel
 
 
-def choose_saved(joint: Joint, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes)
+def choose_saved(joint: Joint, sizes: Mapping[str, int], lookups: bool = True) -> tuple[str, ...]:
+    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, lookups)
 
 
 def _owned(
@@ -130,8 +130,10 @@ def _owned(
 
     def solid(node: Node, name: str) -> bool:
         kind = lowering_kind(node)
-        return (kind in ("contraction", "reduction", "opaque") and numbers(name)) or (
-            kind == "movement" and known[node.id].base == node.id
+        return (
+            (kind in ("contraction", "reduction", "scan", "lookup", "opaque") and numbers(name))
+            or (kind == "contraction" and known[name].windows != ())
+            or (kind == "movement" and known[node.id].base == node.id)
         )
 
     for node in graph:

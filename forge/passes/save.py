@@ -22,16 +22,18 @@ from forge.views import views
 RECOMPUTED = ("pointwise", "movement", "creation")
 
 
-def saved_values(joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def saved_values(
+    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], lookups: bool = True
+) -> tuple[str, ...]:
     """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
-    prices.
+    prices. With `lookups` rows of a table are read again for nothing: where a kernel reads them itself.
     """
     late = depends_on(joint, cotangents)
     needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
     needed |= {o for o in joint.outputs if o in needed}
     if not needed:
         return ()
-    flow = _network(joint, late, needed, sizes)
+    flow = _network(joint, late, needed, sizes, (*RECOMPUTED, *(("lookup",) if lookups else ())))
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
     order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
     cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
@@ -48,14 +50,14 @@ def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
 
 
 def _network(
-    joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int]
+    joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int], again: tuple[str, ...]
 ) -> networkx.DiGraph:
     flow = networkx.DiGraph()
     leaves = [v for v in joint.inputs if v not in late]
     stored = _stored(joint, late)
     for name in leaves:
         flow.add_edge("source", ("in", name))
-        flow.add_edge(("in", name), ("out", name), capacity=_bytes(joint, name, sizes))
+        flow.add_edge(("in", name), ("out", name), capacity=_read(joint, name, sizes))
     for node in joint:
         if node.id in late:
             continue
@@ -65,13 +67,22 @@ def _network(
             size = _bytes(joint, name, sizes)
             price = {} if kind == "movement" else {"capacity": size + 1 if name in stored else 2 * size + 2}
             flow.add_edge(("in", name), ("out", name), **price)
-            if kind not in RECOMPUTED:
+            if kind not in again:
                 flow.add_edge("source", ("in", name))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))
     for name in needed:
         flow.add_edge(("out", name), "sink")
     return flow
+
+
+def _read(joint: Graph, leaf: str, sizes: Mapping[str, int]) -> int:
+    """Of a table only the rows that are looked up."""
+    readers = [n for n in joint if leaf in n.tensors]
+    whole = _bytes(joint, leaf, sizes)
+    if not readers or any(lowering_kind(n) != "lookup" or n.tensors[0] == leaf for n in readers):
+        return whole
+    return min(whole, sum(_bytes(joint, n.id, sizes) for n in readers))
 
 
 def _stored(joint: Graph, late: frozenset[str]) -> set[str]:

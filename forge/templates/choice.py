@@ -32,6 +32,22 @@ def tuned_sizes(graph: Graph, largest: bool = True) -> dict[str, int]:
     }
 
 
+def own_lookup(node: Node, views: Mapping[str, View], target: Target) -> Accepted[str] | Rejected:
+    """Accepted when rows by number are loads of a kernel on this target."""
+    if target.kind == "cpu":
+        return Rejected("positions", "on a processor the library call says which position is out of range")
+    if views[node.tensors[1]].windows:
+        return Rejected("window", f"{node.tensors[1]} is no table in memory")
+    return Accepted("lookup")
+
+
+def own_lookup_gradient(node: Node, target: Target) -> Accepted[str] | Rejected:
+    """Accepted when the template of templates/table.py should add up the rows of a table."""
+    if target.kind == "cpu":
+        return Rejected("order", "on a processor the library adds the rows one after the other")
+    return Accepted("table")
+
+
 def own_matmul(
     node: Node, graph: Graph, views: Mapping[str, View], target: Target
 ) -> Accepted[str] | Rejected:

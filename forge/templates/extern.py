@@ -60,7 +60,7 @@ def operand(view: View, node: Node, whole: Dim) -> Operand:
     count = ONE
     for size in view.shape:
         count = count * size
-    if count != whole:
+    if count != whole or view.windows:
         raise NotDense(view.base)
     flat = view if template(node) or count == ZERO else _one_batch(view)
     if count == ZERO:

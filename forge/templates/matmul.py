@@ -68,7 +68,7 @@ def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]
     while len(space) < 2:
         outer = len(space) == 1 and not narrow
         space = (ONE, *space) if outer else (*space, ONE)
-        accesses = [replace(x, strides=(ZERO, *x.strides) if outer else (*x.strides, ZERO)) for x in accesses]
+        accesses = [x.led() if outer else replace(x, strides=(*x.strides, ZERO)) for x in accesses]
     return (space[0], space[1]), accesses
 
 
@@ -135,7 +135,7 @@ def _split(
     joined, walked = collapse(space, accesses, None)
     if len(joined) != 1:
         return _plain(given, space, accesses, tile, spec, tiles)
-    outs = [replace(x, strides=(ZERO, *x.strides)) for x in walked]
+    outs = [x.led() for x in walked]
     wide = 256
     total = KernelPlan(
         given.name + "_sum", (Dim.of(tile.split_k), flat), (Access(buffer, kind, (flat, ONE)), *outs),

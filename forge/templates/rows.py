@@ -109,7 +109,7 @@ def _two_sided(
         split += 1
     if split == 0:
         space = (ONE, *space)
-        accesses = [replace(a, strides=(ZERO, *a.strides)) for a in accesses]
+        accesses = [a.led() for a in accesses]
         split = 1
     if split == len(space):
         space = (*space, ONE)
@@ -161,6 +161,8 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
         reach = ONE + access.offset
         for size, stride in zip(space, access.strides, strict=True):
             reach = reach + size * stride
+        if access.table is not None:
+            reach = reach + access.table[0] * access.table[1]
         high = reach.bounds(ranges)[1]
         if high is None or high + 2**20 >= 2**31:
             return True

@@ -13,11 +13,24 @@ from typing import Any
 
 from esper_ir.diagnostics import EXIT_USAGE, EsperError
 from esper_ir.types import Dim
-from forge.plan import Access, MatmulTile, PointTile, RowTile, Stmt, SumTile, Tile
+from forge.plan import (
+    Access,
+    GatherTile,
+    MatmulTile,
+    PlaceTile,
+    PointTile,
+    RowTile,
+    ScanTile,
+    Stmt,
+    SumTile,
+    Tile,
+)
 from library.canon import canonical_json
 
 SCHEMA = "esper-journal/1"
-KINDS: dict[str, type[Any]] = {t.__name__: t for t in (RowTile, PointTile, SumTile, MatmulTile)}
+KINDS: dict[str, type[Any]] = {
+    t.__name__: t for t in (RowTile, PointTile, SumTile, MatmulTile, ScanTile, PlaceTile, GatherTile)
+}
 
 
 def choice_key(
@@ -29,7 +42,14 @@ def choice_key(
     """
     order = {a.buffer: i for i, a in reversed(list(enumerate(accesses)))}
     walked = [
-        (order[a.buffer], a.dtype.value, [str(s) for s in (*a.strides, a.offset)], a.partial)
+        (
+            order[a.buffer],
+            a.dtype.value,
+            [str(s) for s in (*a.strides, a.offset)],
+            a.partial,
+            a.windows,
+            a.table,
+        )
         for a in accesses
     ]
     text = repr((arch, [str(s) for s in space], walked, body, more, sorted(sizes.items())))

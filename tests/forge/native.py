@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from forge.ctoolchain import compile_c
 from forge.emit.c import emit_module
-from forge.plan import KernelPlan, PointTile, RowTile, SumTile
+from forge.plan import KernelPlan, PointTile, RowTile, ScanTile, SumTile
 from forge.target import Target, resolve
 
 
@@ -39,6 +40,9 @@ def programs(plan: KernelPlan, sizes: Mapping[str, int]) -> int:
         return tile.programs or -(-rows // tile.rows_per_program)
     if isinstance(tile, PointTile):
         return -(-rows * cols // tile.block)
+    if isinstance(tile, ScanTile):
+        outer = math.prod(s.value(sizes) for s in plan.space[:-2])
+        return outer * -(-cols // tile.block)
     assert isinstance(tile, SumTile)
     return -(-cols // tile.block_cols)
 

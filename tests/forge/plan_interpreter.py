@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 import torch
 
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
-from esper_ir.types import Dim, DType, promote
+from esper_ir.types import DType, promote
 from forge.plan import (
     INDEX,
     Access,
     Compute,
+    GatherTile,
     KernelPlan,
     Load,
     MatmulTile,
+    PlaceTile,
     PointTile,
     Reduce,
     RowTile,
+    Scan,
+    ScanTile,
     Stmt,
     Store,
     SumTile,
@@ -80,7 +84,8 @@ def run_plan(
     `row_sum` adds float values over the last axis in its own order (torch's when None). With `libraries`
     False the elementary functions are computed in float64 and rounded once."""
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
-    tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products}
+    tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products,
+             ScanTile: run.scans, PlaceTile: run.lists, GatherTile: run.gathers}  # fmt: skip
     tiles[type(plan.tile)]()
 
 
@@ -162,6 +167,55 @@ class _Run:
                 else:
                     self.step(stmt, values, rows, cols[None, :], 0)
 
+    def scans(self) -> None:
+        """All of the data at once, time step by time step in every running value."""
+        values: dict[str, Tensor] = {}
+        outer = math.prod(self.space[:-2])
+        shape = (self.row_count, self.cols)
+        for stmt in self.plan.body:
+            if isinstance(stmt, Scan):
+                args = [values[a].expand(shape).reshape(outer, -1, self.cols) for a in stmt.args]
+                values[stmt.name] = running(stmt, args).reshape(shape)
+            else:
+                self.step(
+                    stmt, values, torch.arange(self.row_count)[:, None], torch.arange(self.cols)[None], 0
+                )
+
+    def flat(self, access: Access, rows: int, cols: int) -> Tensor:
+        """The memory of an access as [rows, cols]."""
+        strides = [s.value(self.sizes) for s in access.strides]
+        memory = self.buffers[access.buffer].view(-1)[access.offset.value(self.sizes) :]
+        return memory.as_strided((rows, cols), strides)
+
+    def lists(self) -> None:
+        """Positions by part of the table; a part keeps the order of its positions."""
+        tile, (rows, count) = self.plan.tile, self.space
+        assert isinstance(tile, PlaceTile)
+        numbers, order, listed, starts = self.plan.accesses
+        found = self.flat(numbers, 1, count)[0]
+        at = 0
+        for part, low in enumerate(range(0, rows, tile.rows)):
+            mine = torch.nonzero((found >= low) & (found < min(low + tile.rows, rows)))[:, 0]
+            self.buffers[starts.buffer][part] = at
+            self.buffers[order.buffer][at : at + len(mine)] = mine.int()
+            self.buffers[listed.buffer][at : at + len(mine)] = found[mine].int()
+            at += len(mine)
+            self.buffers[starts.buffer][part + 1] = at
+
+    def gathers(self) -> None:
+        tile, (rows, cols) = self.plan.tile, self.space
+        assert isinstance(tile, GatherTile)
+        values, order, listed, starts, out = self.plan.accesses
+        count = len(self.buffers[order.buffer])
+        given, table = self.flat(values, count, cols), self.flat(out, rows, cols)
+        for row in range(rows):
+            first, last = self.buffers[starts.buffer][row // tile.listed :][:2].tolist()
+            total = torch.zeros(cols, dtype=torch_dtype(values.dtype.compute))
+            for at in range(first, last):
+                if int(self.buffers[listed.buffer][at]) == row:
+                    total = total + given[int(self.buffers[order.buffer][at])]
+            table[row] = total.to(table.dtype)
+
     def products(self) -> None:
         """The whole product at once; with a split, one float32 part per chunk of the contracted axis."""
         tile, spec = self.plan.tile, self.plan.matmul
@@ -198,9 +252,14 @@ class _Run:
                 values[stmt.name] = self.place(access, rows, cols, program).to(torch_dtype(access.dtype))
                 return
             flat = self.buffers[access.buffer].view(-1)
-            values[stmt.name] = flat[self.place(access, rows, cols, program)].to(
-                torch_dtype(access.dtype.compute)
-            )
+            if access.table is not None:
+                values[stmt.name] = self.rows_of(access, values[stmt.row], rows, cols, program)
+                return
+            at, inside = self.place(access, rows, cols, program), self.inside(access, rows, cols)
+            found = flat[at if inside is None else torch.where(inside, at, 0)]
+            if inside is not None:
+                found = torch.where(inside, found, torch.tensor(access.fill, dtype=found.dtype))
+            values[stmt.name] = found.to(torch_dtype(access.dtype.compute))
         elif isinstance(stmt, Compute):
             args = [values[a] for a in stmt.args]
             values[stmt.name] = self.compute(stmt, args)
@@ -211,17 +270,43 @@ class _Run:
             at, value = torch.broadcast_tensors(self.place(access, rows, cols, program), values[stmt.value])
             flat[at] = value.to(flat.dtype)
 
+    def rows_of(self, access: Access, row: Tensor, rows: Tensor, cols: Tensor, program: int) -> Tensor:
+        assert access.table is not None
+        stride, count = (d.value(self.sizes) for d in access.table)
+        exists = (row >= 0) & (row < count)
+        at = self.place(access, rows, cols, program) + torch.where(exists, row.long(), 0) * stride
+        found = self.buffers[access.buffer].view(-1)[at].to(torch_dtype(access.dtype.compute))
+        return torch.where(exists, found, torch.tensor(math.nan, dtype=found.dtype))
+
     def place(self, access: Access, rows: Tensor, cols: Tensor, program: int) -> Tensor:
         if access.partial and isinstance(self.plan.tile, RowTile):
             return program * self.cols + cols
-        strides = [s.value(self.sizes) for s in access.strides]
-        at, rest = torch.tensor(access.offset.value(self.sizes)), rows
-        for size, stride, symbolic in reversed(
-            list(zip(self.space, strides, access.strides, strict=True))[:-1]
-        ):
-            at = at + (rest % size) * stride if symbolic != Dim() else at
-            rest = rest // size
-        return at + cols * strides[-1] if access.strides[-1] != Dim() else at
+        at = torch.tensor(access.offset.value(self.sizes))
+        for axis, position in self.positions(rows, cols).items():
+            stride, window = access.strides[axis].value(self.sizes), access.window(axis)
+            if window is not None:
+                position = (position * window.mul + window.add).div(window.div, rounding_mode="floor")
+            at = at + position * stride if axis in access.axes else at
+        return at
+
+    def positions(self, rows: Tensor, cols: Tensor) -> dict[int, Tensor]:
+        """Along every axis of the space, outermost last."""
+        last, rest = len(self.space) - 1, rows
+        out = {last: cols}
+        for axis in reversed(range(last)):
+            out[axis], rest = rest % self.space[axis], rest // self.space[axis]
+        return out
+
+    def inside(self, access: Access, rows: Tensor, cols: Tensor) -> Tensor | None:
+        """Where the windows of an access have an element; None without windows."""
+        out: Tensor | None = None
+        for axis, position in self.positions(rows, cols).items():
+            window = access.window(axis)
+            if window is not None:
+                place = (position * window.mul + window.add).div(window.div, rounding_mode="floor")
+                found = (place >= 0) & (place < window.size.value(self.sizes))
+                out = found if out is None else out & found
+        return out
 
     def reduce(self, stmt: Reduce, arg: Tensor, rows: int, cols: int) -> Tensor:
         full = arg.expand(rows, cols)
@@ -292,6 +377,24 @@ class _Run:
             out = function(*(n.double() for n in numbers))
             return out.to(kind) if out.is_floating_point() else out
         return function(*numbers)
+
+
+def running(stmt: Scan, args: Sequence[Tensor]) -> Tensor:
+    """Values [outer, time, columns] of a running value; sums and products in double."""
+    kind = args[-1].dtype
+    wide = [a.double() for a in args] if stmt.combine in ("sum", "prod") else list(args)
+    if stmt.reverse:
+        wide = [a.flip(1) for a in wide]
+    simple = {"sum": torch.cumsum, "prod": torch.cumprod, "logsumexp": torch.logcumsumexp}
+    if stmt.combine in simple:
+        made = simple[stmt.combine](wide[0], 1)
+    else:
+        state, steps = torch.zeros_like(wide[0][:, 0]), []
+        for a, b in zip(wide[0].unbind(1), wide[1].unbind(1), strict=True):
+            state = a * state + b
+            steps.append(state)
+        made = torch.stack(steps, 1)
+    return (made.flip(1) if stmt.reverse else made).to(kind)
 
 
 def _leaves(expr: Expr, dtypes: Sequence[DType]) -> list[DType]:
