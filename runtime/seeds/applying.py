@@ -11,8 +11,9 @@ from library.store import Library
 from runtime import loader, outcomes
 from runtime.seeds.evidence import kept
 from runtime.seeds.facts import Applied
-from runtime.seeds.layer import Committed, Slot
+from runtime.seeds.layer import Slot
 from runtime.seeds.lifecycle import Fault, GateRecord, Lifecycle, Move
+from runtime.seeds.modules import Committed
 
 S = Lifecycle
 EVENTS = {
@@ -150,7 +151,9 @@ def _fossilized(growth: Any, ready: Any, slot: Slot) -> None:
     seed = slot.seed
     assert seed is not None
     first, end = slot.bounds()
-    graft = Committed(seed, first, end, slot.site.axis, slot.alpha)
+    spec = slot.spec()
+    assert spec is not None
+    graft = Committed(seed, first, end, slot.site.axis, slot.alpha, spec)
     name = f"{slot.site.name}:graft{len(slot.site.chain)}"
     slot.deaf()
     trains = seed.graft.fossil == "train" and bool(seed.named())

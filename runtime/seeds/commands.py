@@ -178,14 +178,21 @@ class Journal:
         """E1011 names the first line that does not follow from those before it."""
         check(self.lines)
 
-    def cut(self, length: int) -> None:
-        """Forget what a checkpoint of `length` lines did not know; the file keeps it in a side file."""
-        if length >= len(self.lines):
+    def reset(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Go back to the lines of a checkpoint. What it did not know goes to a side file, so that nothing is
+        lost."""
+        wanted = [dict(line) for line in lines]
+        check(wanted)
+        same = 0
+        while same < min(len(wanted), len(self.lines)) and wanted[same] == self.lines[same]:
+            same += 1
+        dropped, before = self.lines[same:], len(self.lines)
+        self.lines = wanted
+        if self.path is None or (not dropped and before == len(wanted)):
             return
-        dropped, self.lines = self.lines[length:], self.lines[:length]
-        if self.path is not None:
+        if dropped:
             _append(self.path.with_suffix(".rolled_back.jsonl"), dropped)
-            _replace(self.path, self.lines)
+        _replace(self.path, wanted)
 
 
 def _append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +40,7 @@ from runtime.seeds.lifecycle import (
     Number,
 )
 from runtime.seeds.ranks import Ranks
+from runtime.seeds.resuming import restore, state_of
 from runtime.seeds.seed import state_in_library
 from runtime.seeds.state import HEALTH, PROBE
 from runtime.seeds.surgery import Surgeon
@@ -104,10 +104,7 @@ class Growth:
         made.bans.load_state_dict(self.bans.state_dict())
         made.bans.tombstones = list(self.bans.tombstones)
         for site in made.sites.values():
-            site.key = f"{uuid.uuid4().hex[:12]}:{site.name}"
             site.loss_scale = made.loss_scale
-            site.observer, site.sampling = None, False
-            site.refresh()
         return made
 
     def __getstate__(self) -> None:
@@ -226,6 +223,22 @@ class Growth:
         )
         for site in self.sites.values():
             site.refresh()
+
+    def settle(self, tally: Counter[Lifecycle]) -> None:
+        """Called when slots were written from outside a boundary (a checkpoint): how many are in which
+        state."""
+        self.tally, self._snapshot = tally, None
+        self._told.clear()
+        self.reselect()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that grows, as plain containers and tensors (`runtime.seeds.resuming`)."""
+        return state_of(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` gave; the optimizer's groups are not touched. Errors: E1006, and those of
+        loading an artifact; nothing is changed then."""
+        restore(self, state)
 
     @contextmanager
     def override(self, slot_id: str, alpha: Tensor | float) -> Iterator[None]:

@@ -1,13 +1,13 @@
 """A wrapped layer: what its forward does beyond the host's own, and its slots.
 
-A layer stays the object it was; only its class becomes a subclass whose forward looks at one flag and
-returns. Committed grafts are modules of the layer (`esper_grafts`), so weights, devices and modes follow; a
-live seed is not registered anywhere, so nothing of the host (clipping, decay, state dict, parameter count)
-sees it before it is committed.
+A live seed is not registered in any module, so nothing of the host (clipping, decay, state dict, parameter
+count) sees it before it is committed.
 """
 
 from __future__ import annotations
 
+import copy
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,12 +28,14 @@ from runtime.seeds.seed import Seed, Spec, same_random
 from runtime.seeds.state import PROBE, StateTensor
 from runtime.state import recomputing
 
-GRAFTS = "esper_grafts"
-_is_compiling = torch.compiler.is_compiling
 _P = {name: at for at, name in enumerate(PROBE)}
 _NONE: Mapping[str, Tensor | float] = MappingProxyType({})
 overrides: ContextVar[Mapping[str, Tensor | float]] = ContextVar("overrides", default=_NONE)
 """alpha by slot id, for counterfactual forwards of this context alone: a number, or a value per sample."""
+
+
+def _no_scale() -> None:
+    """Of a layer whose model has no gradient scaler."""
 
 
 class Slot:
@@ -53,6 +55,15 @@ class Slot:
         self.expires = 0  # epoch until which an embargo lasts
         self.notes: dict[str, Any] = {}  # reason, fault, what the next boundary must know
         self._hooks: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        """Nothing hears the gradients of a copy: it has no optimizer."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        notes = {k: v for k, v in self.notes.items() if isinstance(v, (str, int, float, list))}
+        kept = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_hooks", "notes")}
+        made.__dict__.update({**kept, "_hooks": [], "notes": notes})
+        return made
 
     @property
     def state(self) -> Lifecycle:
@@ -154,11 +165,24 @@ class Site:
         self.observer: Observer | None = None
         self.sampling = False
         self.teaching = True  # False on steps that only measure
-        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.loss_scale: Callable[[], Tensor | None] = _no_scale
         self.active: tuple[Slot, ...] = ()
         self.quiet = False
         self._copies = False
         self.refresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        """A copy that stands alone: nobody observes it and no scaler scales its loss."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        left_out = ("loss_scale", "observer")
+        made.__dict__.update(
+            {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in left_out}
+        )
+        made.key = f"{uuid.uuid4().hex[:12]}:{self.name}"
+        made.loss_scale, made.observer, made.sampling = _no_scale, None, False
+        made.refresh()
+        return made
 
     @property
     def axis(self) -> int:
@@ -183,7 +207,7 @@ class Site:
     def run(self, h: Tensor) -> Tensor:
         """The layer's result from the host's."""
         self._see(h)
-        if self.sampling and not recomputing():
+        if self.sampling and torch.is_grad_enabled() and not recomputing():  # not a validation
             self._observe(h)
         for graft in self.chain:
             h = graft(h)
@@ -240,8 +264,7 @@ class Site:
         alpha = self.state.device["alpha"][slot.index].clone()
         if slot.id in held:
             alpha = torch.as_tensor(held[slot.id], dtype=torch.float32, device=h.device)
-        learns = any(p.requires_grad for p in seed.named().values())
-        graph = torch.is_grad_enabled() and (learns or not isolated)
+        graph = torch.is_grad_enabled() and (seed.learns or not isolated)
         with torch.set_grad_enabled(graph):
             z = self._called(slot, h.detach() if isolated else h)
         finite = torch.isfinite(z.detach()).all()
@@ -353,96 +376,6 @@ class Site:
         for name, value in zip(named, grads, strict=True):
             slot.take(name, torch.where(fine, value, torch.zeros_like(value)))
         slot.batches += 1
-
-
-class Grown(nn.Module):
-    """In front of a layer's own class while it is wrapped."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)  # type: ignore[misc]
-        site = self.__dict__["_esper_site"]
-        if _is_compiling():
-            return _first(found, lambda h: traced.through(h, site.key))
-        return found if site.quiet else _first(found, site.run)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        done = super()._apply(fn, recurse)
-        for slot in self.__dict__["_esper_site"].slots:
-            if slot.seed is not None:
-                slot.seed._apply(fn)
-        return done
-
-    def train(self, mode: bool = True) -> Any:
-        for slot in self.__dict__["_esper_site"].slots:
-            if slot.seed is not None:
-                slot.seed.train(mode)
-        return super().train(mode)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # A class made at run time cannot be found by name: say which one it was made from.
-        return revive, (self.__dict__["_esper_site"].original,), dict(self.__dict__)
-
-
-class GrownSequence(Grown):
-    """The same for containers that call their children one after the other: grafts are not among them."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter([m for n, m in self._modules.items() if n != GRAFTS and m is not None])
-
-    def __len__(self) -> int:
-        return sum(name != GRAFTS for name in self._modules)
-
-
-def _first(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The first tensor of a layer's result, changed."""
-    if isinstance(found, Tensor):
-        return change(found)
-    if isinstance(found, (tuple, list)) and found and isinstance(found[0], Tensor):
-        rest = (change(found[0]), *found[1:])
-        return type(found)(*rest) if hasattr(found, "_fields") else type(found)(rest)
-    return found
-
-
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def grown_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `original`, under the same name: policies that go by names and types still match."""
-    found = _classes.get(original)
-    if found is None:
-        facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-        front = GrownSequence if issubclass(original, nn.Sequential) else Grown
-        made: Any = type(original.__name__, (front, original), facts)
-        found = _classes[original] = made
-    return found
-
-
-def revive(original: type[nn.Module]) -> nn.Module:
-    """An empty module of the grown class, for copies and pickles."""
-    kind = grown_class(original)
-    return kind.__new__(kind)
-
-
-class Committed(nn.Module):
-    """A graft that is part of the host: a seed over a chunk of the features, at a fixed alpha."""
-
-    def __init__(self, seed: Seed, first: int, end: int, axis: int, alpha: float) -> None:
-        super().__init__()
-        self.seed = seed
-        self.first, self.end, self.axis, self.alpha = first, end, axis, alpha
-
-    def forward(self, h: Tensor) -> Tensor:
-        whole = self.end - self.first == h.shape[self.axis]
-        piece = h if whole else h.narrow(self.axis, self.first, self.end - self.first)
-        with torch.autocast(h.device.type, enabled=False):
-            z = self.seed(piece)
-        if self.alpha != 1.0:
-            z = torch.lerp(piece, z, self.alpha)
-        if whole:
-            return z
-        left = h.narrow(self.axis, 0, self.first)
-        right = h.narrow(self.axis, self.end, h.shape[self.axis] - self.end)
-        return torch.cat([left, z, right], self.axis)
 
 
 @contextmanager

@@ -179,6 +179,11 @@ class Seed(nn.Module):
         """Parameters that learn."""
         return sum(p.numel() for p in self.named().values())
 
+    @property
+    def learns(self) -> bool:
+        """Whether its parameters ask for gradients."""
+        return any(p.requires_grad for p in self.named().values())
+
     def learn(self, on: bool) -> None:
         """Whether parameters ask for gradients; none is left over when they stop."""
         for parameter in self.named().values():

@@ -133,6 +133,11 @@ class StateTensor:
         self.host: Mapping[str, Tensor] = _views(self._mirror, self.slots)
         self.device: Mapping[str, Tensor] = _views(self._bytes, self.slots)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateTensor:
+        made = StateTensor(self.slots, self.place)
+        made.load_state_dict(self.state_dict())
+        return made
+
     @property
     def place(self) -> torch.device:
         return self._bytes.device

@@ -51,7 +51,9 @@ def before(growth: Any, accompanied: bool = False) -> None:
     """Hand every learning seed its gradient: averaged over ranks, finite, clipped by its own norm. Those in
     the companion get theirs after the host's step, in which LBFGS and its like make gradients."""
     for slot in growth.moving:
-        if slot.seed is not None and growth.surgeon.accompanies(slot.id) == accompanied:
+        if slot.seed is None or not slot.seed.learns:
+            continue  # a fixed function, or frozen on its way down
+        if growth.surgeon.accompanies(slot.id) == accompanied:
             _hand_over(growth, slot, slot.seed.named())
     if growth.ranks.many > 1 and not accompanied:
         _mean_committed(growth)
@@ -103,7 +105,7 @@ def after(growth: Any) -> None:
             continue
         for parameter in slot.seed.named().values():
             parameter.grad = None
-        if slot.site.teaching or slot.state is not Lifecycle.TRAINING:
+        if slot.seed.learns and (slot.site.teaching or slot.state is not Lifecycle.TRAINING):
             slot.set(seed_steps=slot.get("seed_steps") + 1)
         if slot.state is Lifecycle.GRAFTING:
             _advance(growth, slot)

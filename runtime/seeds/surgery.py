@@ -132,6 +132,33 @@ class Surgeon:
         if found is not None:
             found[0].param_groups[found[1]][KEY] = fresh
 
+    def state_dict(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+        """Optimizer and companion by the names of their parameters, and the schedulers."""
+        names = {id(p): name for name, p in parameters.items()}
+        held = self.companion
+        return {
+            "optimizer": named_state(self.optimizer, names),
+            "companion": named_state(held, names) if held is not None else None,
+            "schedulers": [_copied(s.state_dict()) for s in self.schedulers],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Become what `state_dict` gave. E1006 for other parameters or schedulers."""
+        if len(saved["schedulers"]) != len(self.schedulers):
+            raise fail("E1006", f"the checkpoint has {len(saved['schedulers'])} schedulers, this run "
+                       f"{len(self.schedulers)}")  # fmt: skip
+        load_named_state(self.optimizer, saved["optimizer"], parameters)
+        self.companion = None
+        if saved["companion"] is not None:
+            self.companion = torch.optim.AdamW([next(iter(parameters.values()))], lr=COMPANION_LR)
+            load_named_state(self.companion, saved["companion"], parameters)
+        groups = len(self.optimizer.param_groups)
+        for scheduler, state in zip(self.schedulers, saved["schedulers"], strict=True):
+            lambdas = getattr(scheduler, "lr_lambdas", None)
+            if isinstance(lambdas, list):
+                lambdas[:] = [*lambdas[:groups], *[lambdas[0]] * (groups - len(lambdas))]
+            scheduler.load_state_dict(_copied(state))
+
     def parameters(self, name: str) -> list[nn.Parameter]:
         found = self._holder(name)
         return [] if found is None else list(found[0].param_groups[found[1]]["params"])

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from library.store import Library
 from runtime.seeds.errors import fail
 from runtime.seeds.growth import Growth, growth_of
-from runtime.seeds.layer import GRAFTS, Site, grown_class
+from runtime.seeds.layer import Site
 from runtime.seeds.lifecycle import Limits
+from runtime.seeds.modules import GRAFTS, grown_class
 
 Sites = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 

@@ -1,0 +1,154 @@
+"""Under torch.compile: one graph through whole lives of slots, and the same numbers as in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils as dynamo
+from torch import Tensor, nn
+
+import runtime
+from runtime.seeds.commands import KasminaControlCommand
+from runtime.seeds.growth import Growth
+from runtime.seeds.lifecycle import Lifecycle, Verb
+from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, batches, loss_of, net, validate
+
+
+class Tall(nn.Module):
+    """`layers` sites, one after the other; one of them a container."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.front = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) if i == 0 else nn.Linear(WIDTH, WIDTH)
+            for i in range(layers)
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.front(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    dynamo.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return dynamo.counters["stats"]["unique_graphs"]
+
+
+def life(growth: Growth, call: Any, optimizer: Any, ids: dict[str, str], at: int) -> set[Lifecycle]:
+    """One slot from dormant to fossil, every other one culled on the way; the states seen."""
+    slot, seen, data = growth.slots[at], set(), iter(batches(400, rows=16))
+
+    def steps(many: int) -> None:
+        for _ in range(many):
+            optimizer.zero_grad()
+            loss_of(call, next(data)).backward()
+            optimizer.step()
+            seen.add(slot.state)
+
+    def send(verb: Verb, **more: Any) -> None:
+        growth.submit(KasminaControlCommand(slot.site.name, slot.index, verb, ids["lora"], **more))
+        growth.commit()
+
+    send(Verb.REQUEST_GERMINATION)
+    steps(12)
+    growth.measure(slot.id, held_out_gain=0.5, predicted_gain=-0.5)
+    send(Verb.PROMOTE)
+    steps(8)
+    if at % 2:
+        send(Verb.CULL, hard=True)
+        steps(1)
+        return seen
+    for verb in (Verb.ADVANCE, Verb.ADVANCE, Verb.ADVANCE, Verb.ADVANCE, Verb.ADVANCE, Verb.PROMOTE):
+        growth.measure(slot.id, snapshot_excess=0.0, validation_excess=0.0, ablation=1.0, contribution=0.5,
+                       latency_share=0.0)  # fmt: skip
+        send(verb)
+        steps(3)
+    steps(1)
+    return seen
+
+
+def one_graph(ids: dict[str, str], layers: int, backend: str) -> None:
+    torch.manual_seed(0)
+    model = runtime.wrap(Tall(layers), "layers.*", limits=LIMITS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    growth = runtime.attach(model, optimizer)
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    loss_of(call, batches(1, rows=16)[0]).backward()
+    first = graphs()
+    states: set[Lifecycle] = set()
+    for at in range(layers):
+        states |= life(growth, call, optimizer, ids, at)
+    assert states >= {Lifecycle.TRAINING, Lifecycle.GRAFTING, Lifecycle.FINE_TUNING, Lifecycle.DORMANT}
+    grafts = sum(len(s.chain) for s in growth.sites.values())
+    assert grafts == (layers + 1) // 2
+    assert (first, graphs()) == (1, 1) and not dynamo.counters["graph_break"]
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_one_graph_through_whole_lives(ids: dict[str, str], layers: int) -> None:
+    one_graph(ids, layers, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", range(1, 17))
+def test_one_graph_for_one_to_sixteen_slots(ids: dict[str, str], layers: int) -> None:
+    one_graph(ids, layers, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 16])
+def test_one_graph_by_inductor(ids: dict[str, str], layers: int) -> None:
+    one_graph(ids, layers, "inductor")
+
+
+@pytest.mark.parametrize(
+    "state", ["DORMANT", "TRAINING", "GRAFTING", "STABILIZATION", "FINE_TUNING", "FOSSILIZED"]
+)
+def test_the_same_as_eager_in_every_state(ids: dict[str, str], state: str) -> None:
+    """Loss, host gradients and seed gradients of one step."""
+    found = []
+    for compiled in (False, True):
+        bed = Bed(net(dropout=0.0))
+        if state == "FOSSILIZED":
+            bed.bring(ids["fixed"], "EVALUATING")
+            bed.growth.measure(bed.slot.id, contribution=0.5, latency_share=0.0)
+            bed.command(Verb.PROMOTE)
+            assert len(bed.slot.site.chain) == 1
+        elif state != "DORMANT":
+            bed.bring(ids["mlp"], state)
+        bed.growth.arms(bed.slot.id, validate)
+        bed.step(2)
+        call = torch.compile(bed.model, backend="aot_eager", fullgraph=True) if compiled else bed.model
+        bed.optimizer.zero_grad()
+        loss = loss_of(call, batches(1, seed=5)[0])
+        loss.backward()
+        found.append([loss.detach(), *[p.grad for p in bed.model.parameters() if p.grad is not None],
+                      *[g for _, g in sorted(bed.slot.grads.items())]])  # fmt: skip
+    assert len(found[0]) == len(found[1]) >= 7
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_forwards_without_backwards_leave_nothing(ids: dict[str, str]) -> None:
+    from runtime.seeds import traced
+
+    bed = Bed()
+    bed.bring(ids["lora"], "GRAFTING")
+    call = torch.compile(bed.model, backend="aot_eager")
+    for batch in batches(3):
+        loss_of(call, batch)
+    assert len(traced._waiting) >= 3
+    bed.step()
+    assert not traced._waiting
