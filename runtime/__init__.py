@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime.api import same_on_all_ranks as same_on_all_ranks
     from runtime.api import twin as twin
     from runtime.binding import Block as Block
+    from runtime.controller import TamiyoController as TamiyoController
     from runtime.loader import UnvalidatedWarning as UnvalidatedWarning
     from runtime.seeds.growth import Growth as Growth
     from runtime.seeds.growth import growth_of as growth_of
@@ -39,6 +40,7 @@ _HOMES = {
     "same_on_all_ranks": "runtime.api",
     "Block": "runtime.binding",
     "UnvalidatedWarning": "runtime.loader",
+    "TamiyoController": "runtime.controller",
     "Growth": "runtime.seeds.growth",
     "growth_of": "runtime.seeds.growth",
     "load_model": "runtime.seeds.saving",
@@ -55,6 +57,7 @@ __all__ = [
     "Block",
     "Fit",
     "Growth",
+    "TamiyoController",
     "Trainer",
     "UnvalidatedWarning",
     "attach",

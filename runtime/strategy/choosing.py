@@ -3,6 +3,7 @@ best first, and a reason for each that does not."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ from esper_ir.diagnostics import EsperError, Rejected
 from library import launch
 from library.contracts import KernelMatch, KernelQuery
 from library.store import Library
-from runtime import system
+from runtime import loader, system
 from runtime.seeds.lifecycle import Limits
 from runtime.seeds.seed import Spec, layout_of
+from runtime.select import Facts
 from runtime.strategy.packet import HardwareContext
 from runtime.strategy.settings import QuerySettings
 
@@ -112,14 +114,26 @@ class Chooser:
         fits = layout_of(self._interfaces[artifact_id], spec)
         if isinstance(fits, Rejected):
             return fits
-        machine = system.machine(spec.device.type, spec.device.index or 0).accepts_manifest(manifest)
-        return machine if isinstance(machine, Rejected) else None
+        facts, target = Facts.of(manifest), manifest["target"]
+        machine = system.machine(spec.device.type, spec.device.index or 0)
+        judged = machine.accepts(
+            target["kind"], target["arch"], min_driver=facts.min_driver, externs=facts.externs, strict=loader.strict()
+        )
+        return judged if isinstance(judged, Rejected) else None
+
+    def parameters(self, artifact_id: str) -> int:
+        """How many an artifact brings that learn; 0 where it cannot be read."""
+        if isinstance(self._manifest(artifact_id), EsperError):
+            return 0
+        interface = self._interfaces[artifact_id]
+        learn = [s for s in interface.inputs if s.kind == "param" and s.name in interface.differentiable]
+        return sum(math.prod(n for n in s.shape if isinstance(n, int)) for s in learn)
 
     def evidence(self, artifact_id: str, limits: Limits) -> dict[str, float]:
         """Numbers that gate G0 asks for and the library holds under other names. Latency: the upper end of the
-        interval of its mean where no p99 was measured, microseconds. Risk, only where Speculative confidence
-        is opted in and nobody scored it: the rule of succession, (failures + 1) / (trials + 2), over the cases
-        that the gauntlet ran and what became of it in use."""
+        interval of its mean where no p99 was measured, microseconds. Only where Speculative confidence is opted
+        in: that it is taken, and a risk where nobody scored one, by the rule of succession, (failures + 1) /
+        (trials + 2), over the cases that the gauntlet ran and what became of the artifact in use."""
         try:
             verdict, told = self.library.verdict(artifact_id), self.library.annotation(artifact_id)
             used = self.library.outcomes(artifact_id)
@@ -131,6 +145,8 @@ class Chooser:
         bounds = profile.get("latency_interval_ms")
         if not isinstance(profile.get("latency_ms_p99"), int | float) and isinstance(bounds, list | tuple):
             found["latency_us"] = 1e3 * float(bounds[-1])
+        if limits.speculative:
+            found["confident"] = 1.0
         if limits.speculative and not isinstance(report.get("risk_score"), int | float):
             cases = sum(int(stage.get("metrics", {}).get("cases", 0)) for stage in report.get("stages", ()))
             failures = sum(outcome.outcome in FAILURES for outcome in used)

@@ -48,11 +48,7 @@ class Record:
 
     def add(self, decisions: Iterable[Decision], boundary: Boundary) -> list[Decision]:
         """Keep decisions with what became of their commands; equal waits in a row are kept once."""
-        answered = _answers(boundary)
-        made = [
-            replace(d, outcome=answered.get(d.command.command_id, boundary.aborted or "queued")) if d.command else d
-            for d in decisions
-        ]
+        made = [replace(d, outcome=_answer(d.command, boundary)) if d.command else d for d in decisions]
         for decision in made:
             last = self._kept[-1] if self._kept else None
             waited = last is not None and last.action == decision.action == WAIT and last.slot == decision.slot
@@ -80,10 +76,12 @@ class Record:
             self._kept.append(Decision(**given))
 
 
-def _answers(boundary: Boundary) -> dict[str, str]:
-    """What became of each command, by id. Refusals name the command in their details where they can."""
-    found = {a.command_id: f"{a.source.name} -> {a.target.name}" for a in boundary.applied}
+def _answer(command: KasminaControlCommand, boundary: Boundary) -> str:
+    """What became of a command. A refusal does not name its command: slot and verb do."""
+    for done in boundary.applied:
+        if done.command_id == command.command_id:
+            return f"{done.source.name} -> {done.target.name}"
     for refusal in boundary.refused:
-        command_id = str(refusal.details.get("command_id", ""))
-        found[command_id] = f"refused {refusal.code}: {refusal.reason}"
-    return found
+        if refusal.slot == command.slot and refusal.verb is command.command:
+            return f"refused {refusal.code}: {refusal.reason}"
+    return boundary.aborted or "queued"

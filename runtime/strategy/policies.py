@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from runtime.seeds.commands import GraftingStrategy, KasminaControlCommand, read
 from runtime.seeds.facts import SlotFacts
-from runtime.seeds.lifecycle import Issuer, Lifecycle, Limits, Measured, Verb
+from runtime.seeds.lifecycle import Issuer, Lifecycle, Limits, Measured, Verb, ask
 from runtime.strategy.choosing import Choice
 from runtime.strategy.decisions import WAIT, Decision
 from runtime.strategy.errors import fail
@@ -275,7 +275,8 @@ def carry(view: View) -> list[Decision]:
 def _after_training(view: View, facts: SlotFacts) -> Decision | None:
     if facts.ready:
         return order(view, facts, Verb.PROMOTE, "gate G2 holds: the seed learnt what helps")
-    return None
+    record = ask("G2", facts.evidence, view.limits)
+    return Decision(view.epoch, facts.slot, WAIT, (f"gate G2: {record.reason()}",))
 
 
 def _after_evaluating(view: View, facts: SlotFacts) -> Decision | None:
@@ -285,9 +286,10 @@ def _after_evaluating(view: View, facts: SlotFacts) -> Decision | None:
     told = f"contribution {contribution.value:.2%} [{contribution.low:.2%}, {contribution.high:.2%}]"
     if contribution.value < 0.0:
         return order(view, facts, Verb.CULL, f"negative {told}")
-    if not facts.ready:
-        return None
     last = facts.round == 2 or facts.parameters == 0
+    if not facts.ready:
+        record = ask("G5" if last else "G4", facts.evidence, view.limits)
+        return Decision(view.epoch, facts.slot, WAIT, (f"gate {record.gate}: {record.reason()}", told))
     if last:
         return order(view, facts, Verb.PROMOTE, f"gate G5 holds: {told}")
     return order(view, facts, Verb.ADVANCE, f"gate G4 holds: {told}")

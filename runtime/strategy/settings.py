@@ -152,12 +152,16 @@ def _read(path: Path) -> Any:
 def _record(kind: type[T], given: Any, where: str) -> T:
     if not isinstance(given, Mapping):
         raise fail("E1030", f"must be a mapping, not {type(given).__name__}", node=where or "configuration")
-    names = [f.name for f in dataclasses.fields(typing.cast(Any, kind))]
+    fields = dataclasses.fields(typing.cast(Any, kind))
+    names = [f.name for f in fields]
+    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in given]
     for key in given:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
             raise fail("E1030", f"unknown key {str(key)!r}", node=where or "configuration", hint=hint)
+    if missing:
+        raise fail("E1030", f"misses {', '.join(missing)}", node=where)
     hints = typing.get_type_hints(kind)
     return kind(**{k: _value(hints[k], v, f"{where}.{k}".lstrip(".")) for k, v in given.items()})
 

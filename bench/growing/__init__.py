@@ -1,0 +1,1 @@
+"""What the growth demo and the growth bench share: hosts with planted bottlenecks, data, artifacts, trials."""
