@@ -5,7 +5,7 @@
 is one way of one model in a process of its own (see `run`): eager, `compile(model)`, our blocks swapped into
 the eager model, and our blocks swapped into a model that is then compiled. All ways see the same weights and
 batches; their losses are compared step by step with eager's. What counts as the same is measured too: how far
-eager's own losses move when the weights are moved by at most half of their type's resolution.
+eager's own losses move when the weights are moved by at most their type's resolution.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from runtime.timing import Timing
 
 EAGER, COMPILE, OURS, INSIDE = "eager", "compile", "esper-fast", "esper-fast-in-compile"
 WAYS = (EAGER, COMPILE, OURS, INSIDE)
-CURVE, PERTURBED = 16, 2  # steps of a loss curve; further curves of eager that say what noise is
+CURVE, PERTURBED = 16, 4  # steps of a loss curve; further curves of eager that say what noise is
 RATE = 1e-3
 
 
@@ -136,14 +136,14 @@ class Trained:
         return loss.detach()
 
     def curve(self, moved: int = 0) -> list[float]:
-        """Losses from the start; `moved`: with weights off by up to half of their type's resolution."""
+        """Losses from the start; `moved`: with weights off by up to their type's resolution."""
         self.plain.load_state_dict(self.start)
         self.optimizer = self._optimizer()
         if moved:
             generator = torch.Generator().manual_seed(moved)
             with torch.no_grad():
                 for weight in self.plain.parameters():
-                    noise = torch.rand(weight.shape, generator=generator).to(weight.device) - 0.5
+                    noise = 2 * torch.rand(weight.shape, generator=generator).to(weight.device) - 1
                     weight.add_(weight * noise * torch.finfo(weight.dtype).eps)
         # A few batches in turn, so that there is something to learn.
         losses = [self.step(self.model.data(self.device, at % 4)) for at in range(CURVE)]
