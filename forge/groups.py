@@ -27,7 +27,8 @@ Placement = tuple[int | None, ...]
 class Group:
     """A growing set of nodes. `contraction` is the product that a matmul group starts from; `scan` is the
     axis that its running values go along, and whether from the end; `wanted` says where values that no
-    operand places should lie, because of who reads them.
+    operand places should lie, because of who reads them; `chain`: two products that run as one kernel
+    (forge/templates/chain.py), whose nodes these are.
     """
 
     space: tuple[Dim, ...]
@@ -37,6 +38,7 @@ class Group:
     contraction: Node | None = None
     columns: set[str] = field(default_factory=set)
     finishers: set[str] = field(default_factory=set)
+    chain: tuple[Group, Group] | None = None
     scan: tuple[int, bool] | None = None
     wanted: dict[str, Placement] = field(default_factory=dict)
 

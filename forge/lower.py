@@ -12,12 +12,12 @@ from forge.body import Body, BodyBuilder
 from forge.fuse import LITTLE
 from forge.groups import Group, lowering_kind
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
-from forge.partition import Partition, gathered, partition
+from forge.partition import Partition, gathered, ordered, partition
 from forge.passes.phases import Phase, with_dense_operands
-from forge.plan import Access, KernelPlan, Load, MatmulTile, Store
+from forge.plan import Access, ChainTile, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.target import Target
-from forge.templates import extern, matmul, rows, scan, table
+from forge.templates import chain, extern, matmul, rows, scan, table
 from forge.tune.journal import Choices
 from forge.views import ONE, View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
@@ -154,6 +154,8 @@ def _general(plan: KernelPlan) -> KernelPlan:
     at odd addresses, every element is a load of its own, and a long step would only spill registers.
     """
     tile = plan.tile
+    if isinstance(tile, ChainTile):
+        return replace(plan, tile=replace(tile, block_k=min(tile.block_k, 32), stages=min(tile.stages, 2)))
     if not isinstance(tile, MatmulTile):
         return plan
     return replace(plan, tile=replace(tile, block_k=min(tile.block_k, 16), stages=min(tile.stages, 2)))
@@ -163,9 +165,9 @@ def _symbolic_run(plan: KernelPlan) -> bool:
     """The contiguous axis has a symbolic size that is not known to be a multiple of 16."""
     last = plan.space[-1]
     strides = [s for a in plan.accesses for s in a.strides]
-    if plan.matmul:
-        strides += [*plan.matmul.a.strides, *plan.matmul.b.strides, plan.matmul.k]
-    return any(d.static is None and d.multiple({}) % 16 != 0 for d in (last, *strides))
+    strides += [s for a in plan.operands for s in a.strides]
+    depths = [p.matmul.k for p in (plan, plan.chain.head if plan.chain else plan) if p.matmul]
+    return any(d.static is None and d.multiple({}) % 16 != 0 for d in (last, *strides, *depths))
 
 
 def lower_phase(
@@ -199,7 +201,7 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
     alone: frozenset[str] = frozenset()
     graph = low.graph
     while True:
-        parts = gathered(recompute(partition(graph, low.target, alone), low.target, low.sizes))
+        parts = _chained(low, graph, alone)
         low.phase = replace(low.phase, graph=parts.graph)
         done: list[tuple[Group, Lowered]] = []
         scattered = frozenset(_lower_groups(low, parts, tag, done))
@@ -207,6 +209,23 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
             return parts, done
         alone |= scattered
         graph = with_dense_operands(graph, set(scattered))
+
+
+def _chained(low: _Lowerer, graph: Graph, alone: frozenset[str]) -> Partition:
+    """The groups of a graph, products in a row together. A chain that does not come about in the end leaves
+    its products to the rule for products.
+    """
+    pairs = chain.candidates(graph, dict(views(graph)), low.target)
+    pairs = {b: a for b, a in pairs.items() if a not in alone and b not in alone}
+    while True:
+        own = frozenset(pairs) | frozenset(pairs.values())
+        made = recompute(partition(graph, low.target, alone, own), low.target, low.sizes)
+        parts = gathered(made)
+        groups = chain.merged(parts.groups, pairs, parts.views)
+        done = {g.chain[1].contraction.id for g in groups if g.chain and g.chain[1].contraction}
+        if done >= pairs.keys():
+            return replace(parts, groups=ordered(groups, parts.views))
+        pairs = {b: a for b, a in pairs.items() if b in done}
 
 
 def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Group, Lowered]]) -> set[str]:
@@ -244,19 +263,42 @@ def _directions(low: _Lowerer, parts: Partition) -> list[bool]:
 
 
 def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str, reverse: bool) -> Lowered:
+    if group.chain is not None:
+        return _chain(low, parts, group, name)
     if group.contraction is not None and group.contraction.id in parts.externs:
         return _extern(low, parts, group.contraction, name)
     if group.contraction is not None and lowering_kind(group.contraction) == "opaque":
         return _table(low, parts, group.contraction, name)
-    stored = _stored(parts, group)
-    body = BodyBuilder(low.graph, group, parts.views, stored).build()
+    given, _ = _given(low, parts, group, _stored(parts, group), name, reverse)
+    if group.contraction is not None:
+        return matmul.lower(given, parts.views)
+    return rows.lower(given) if group.scan is None else scan.lower(given)
+
+
+def _given(
+    low: _Lowerer, parts: Partition, group: Group, stored: set[str], name: str, reverse: bool = False
+) -> tuple[rows.RowsInput, dict[str, str]]:
+    """A group ready for its template, and the statement of the body that makes each value."""
+    builder = BodyBuilder(low.graph, group, parts.views, stored)
+    body = builder.build()
     given = rows.RowsInput(
         low.graph, group, body, low.target, dict(low.sizes), name, frozenset(stored), reverse,
         low.kernels.choices,
     )  # fmt: skip
-    if group.contraction is not None:
-        return matmul.lower(given, parts.views)
-    return rows.lower(given) if group.scan is None else scan.lower(given)
+    return given, builder.names
+
+
+def _chain(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
+    assert group.chain is not None
+    stored, halves, link = _stored(parts, group), list[chain.Half](), ""
+    for part in group.chain:
+        node = part.contraction
+        assert node is not None
+        a, b = (parts.views[v] for v in node.tensors[:2])
+        given, names = _given(low, parts, part, stored & part.values(), name)
+        halves.append(chain.Half(given, a, b, node))
+        link = link or names[parts.views[group.contraction.tensors[0]].base]  # type: ignore[union-attr]
+    return chain.lower(*halves, link)
 
 
 def _stored(parts: Partition, group: Group) -> set[str]:

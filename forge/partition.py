@@ -38,6 +38,7 @@ class Partition:
     externs: set[str] = field(default_factory=set)
     refusals: list[Refusal] = field(default_factory=list)
     alone: frozenset[str] = frozenset()
+    own: frozenset[str] = frozenset()
 
     def closed(self, group: Group) -> bool:
         """Nothing joins a library call, a template of its own, or a node that has to stand alone."""
@@ -53,9 +54,12 @@ class Partition:
         return {g.nodes[0].id for g in self.groups if g.nodes and self.closed(g)}
 
 
-def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset()) -> Partition:
-    """Groups of one phase graph for one target; the nodes `alone` get a group each."""
-    out = Partition(graph, dict(views(graph)), alone=alone)
+def partition(
+    graph: Graph, target: Target, alone: frozenset[str] = frozenset(), own: frozenset[str] = frozenset()
+) -> Partition:
+    """Groups of one phase graph for one target; the nodes `alone` get a group each, the products `own` are
+    kernels of ours."""
+    out = Partition(graph, dict(views(graph)), alone=alone, own=own)
     matcher = Matcher(graph)
     owner: dict[str, Group] = {}
     for node in graph:
@@ -66,14 +70,14 @@ def partition(graph: Graph, target: Target, alone: frozenset[str] = frozenset())
         for name in node.outputs:
             owner[name] = group
     out.groups = Fuser(matcher, out.views, out.single | alone).fuse(out.groups)
-    out.groups = _ordered(out.groups, out.views)
+    out.groups = ordered(out.groups, out.views)
     return out
 
 
 def gathered(parts: Partition) -> Partition:
     """The partition with little groups put together, after everything else has been chosen."""
     fuser = Fuser(Matcher(parts.graph), parts.views, parts.single | parts.alone)
-    return replace(parts, groups=_ordered(fuser.gather(parts.groups), parts.views))
+    return replace(parts, groups=ordered(fuser.gather(parts.groups), parts.views))
 
 
 def _moves_freely(node: Node, matcher: Matcher, out: Partition, owner: dict[str, Group]) -> bool:
@@ -151,7 +155,7 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
         group.nodes.append(node)
         group.placements[node.id] = everywhere(group.space)
         chosen = own_matmul(node, matcher.graph, out.views, target)
-        if isinstance(chosen, Rejected):
+        if isinstance(chosen, Rejected) and node.id not in out.own:
             out.externs.add(node.id)
             out.refusals.append(Refusal(node.id, "matmul", chosen))
         return group
@@ -197,7 +201,7 @@ def _single(group: Group, node: Node, matcher: Matcher, why: Rejected) -> None:
     group.placements[node.id] = everywhere(group.space)
 
 
-def _ordered(groups: list[Group], known: dict[str, View]) -> list[Group]:
+def ordered(groups: list[Group], known: dict[str, View]) -> list[Group]:
     """Topological order of groups (the graph of groups is acyclic by construction)."""
     owner = {v: g for g in groups for v in g.values()}
     done: list[Group] = []

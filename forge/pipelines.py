@@ -18,6 +18,7 @@ from forge.passes.convolution import bias_inside
 from forge.passes.fold import fold
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.reductions import straighten
+from forge.passes.scale import carry
 from forge.templates.choice import tuned_sizes
 from forge.toolchain import build
 from forge.work import Work
@@ -59,7 +60,7 @@ def canonicalise(work: Work) -> Work:
 
 
 def _plain(graph: Graph, apart: bool = False) -> Graph:
-    return eliminate_dead(merge_equal(fold(straighten(expand(graph))), apart=apart))
+    return eliminate_dead(merge_equal(carry(fold(straighten(expand(graph)))), apart=apart))
 
 
 def differentiate(work: Work) -> Work:

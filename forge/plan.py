@@ -20,6 +20,9 @@ Program structure by schedule:
                 carry the state of every `Scan` from block to block. Scans of one kernel have one direction.
     MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile:
                 space = (m, n).
+    ChainTile   two products in a row, the value between them on chip: a program owns `block_m` rows, makes
+                acc[m, r] = a b and the body of `chain.head` on it, then acc[m, n] = link b for blocks of
+                columns n, with the plan's own body on each: space = (m, n).
 
 Bit rules shared by all spellings: arithmetic in the compute dtype, a value is rounded to its dtype when it is
 computed, reductions accumulate in float32 (float64 for float64), partial sums are combined in ascending
@@ -177,6 +180,17 @@ class MatmulTile:
 
 
 @dataclass(frozen=True)
+class ChainTile:
+    """The whole r axis lies in one tile; `block_k` steps of the first product, `block_n` of the columns."""
+
+    block_m: int
+    block_k: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class ScanTile:
     """A program takes `block` columns of one outermost row (or, where the columns are one, `block` rows) and
     walks the axis before the columns in blocks of `parts` runs of `steps` positions.
@@ -204,8 +218,8 @@ class PlaceTile:
 class GatherTile:
     """`space` = (rows of a table, columns), accesses = (values [position, column], order, rows, starts,
     table): every row of the table becomes the sum of the values at its positions, ascending, in the compute
-    dtype. A program has `rows` rows and `block_cols` columns, and looks at `block` positions of its list at once; a
-    list holds `listed` rows of the table.
+    dtype. A program has `rows` rows and `block_cols` columns, and looks at `block` positions of its list at
+    once; a list holds `listed` rows of the table.
     """
 
     rows: int
@@ -215,7 +229,7 @@ class GatherTile:
     warps: int
 
 
-Tile = RowTile | PointTile | SumTile | MatmulTile | ScanTile | PlaceTile | GatherTile
+Tile = RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile
 
 
 @dataclass(frozen=True)
@@ -233,6 +247,19 @@ class MatmulSpec:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """What comes before the second product: the plan `head` of the first one over (m, r), and its value
+    `link` as left operand; `b` is the right operand over (r, n). Names of values differ from those of the
+    plan.
+    """
+
+    head: KernelPlan
+    link: str
+    b: Access
+    precision: str = "ieee"
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """`sizes`: the symbols the kernel takes as integer parameters, in order. Parameters of the kernel are:
     one pointer per distinct buffer in order of `buffers`, then `sizes` (32-bit, or 64-bit when `wide`).
@@ -246,17 +273,28 @@ class KernelPlan:
     sizes: tuple[str, ...]
     matmul: MatmulSpec | None = None
     wide: bool = False
+    chain: Chain | None = None
+
+    @property
+    def operands(self) -> tuple[Access, ...]:
+        """What the products read, and all accesses of the head of a chain."""
+        own = (self.matmul.a, self.matmul.b) if self.matmul else ()
+        head = (*self.chain.head.operands, *self.chain.head.accesses, self.chain.b) if self.chain else ()
+        return (*head, *own)
+
+    @property
+    def product(self) -> bool:
+        return self.matmul is not None or self.chain is not None
 
     @property
     def buffers(self) -> tuple[str, ...]:
         """Distinct buffer names, operands of the contraction first, in order of first access."""
-        extra = (self.matmul.a, self.matmul.b) if self.matmul else ()
-        return tuple(dict.fromkeys(a.buffer for a in (*extra, *self.accesses) if a.buffer != INDEX))
+        walked = (*self.operands, *self.accesses)
+        return tuple(dict.fromkeys(a.buffer for a in walked if a.buffer != INDEX))
 
     @property
     def buffer_dtypes(self) -> tuple[DType, ...]:
-        extra = (self.matmul.a, self.matmul.b) if self.matmul else ()
-        kinds = {a.buffer: a.dtype for a in (*extra, *self.accesses)}
+        kinds = {a.buffer: a.dtype for a in (*self.operands, *self.accesses)}
         return tuple(kinds[b] for b in self.buffers)
 
     @property
@@ -272,7 +310,7 @@ class KernelPlan:
 
     def axes(self) -> dict[str, str]:
         """Axes each body value depends on: "rc", "r", "c" or ""."""
-        out: dict[str, str] = {"acc": "rc"} if self.matmul else {}
+        out: dict[str, str] = {"acc": "rc"} if self.product else {}
         for stmt in self.body:
             if isinstance(stmt, Load):
                 joined = set(self.accesses[stmt.access].letters() + out.get(stmt.row, ""))
@@ -297,7 +335,7 @@ class KernelPlan:
 
     def dtypes(self) -> dict[str, DType]:
         """dtype of each body value."""
-        out: dict[str, DType] = {"acc": DType.float32} if self.matmul else {}
+        out: dict[str, DType] = {"acc": DType.float32} if self.product else {}
         for stmt in self.body:
             if isinstance(stmt, Load):
                 out[stmt.name] = self.accesses[stmt.access].dtype
@@ -315,6 +353,10 @@ class KernelPlan:
         if self.matmul:
             m = self.matmul
             lines.append(f"  acc = matmul({_access(m.a)}, {_access(m.b)}) over k={m.k} {m.precision}")
+        if self.chain:
+            c = self.chain
+            lines += [f"  {line}" for line in str(c.head).splitlines()]
+            lines.append(f"  acc = matmul({c.link}, {_access(c.b)}) over r={c.head.cols} {c.precision}")
         lines += [f"  {_stmt(s, self.accesses)}" for s in self.body]
         return "\n".join(lines)
 

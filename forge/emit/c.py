@@ -76,7 +76,7 @@ def emit(plan: KernelPlan, target: Target) -> str:
     """
     tiles = {RowTile: _row_tile, PointTile: _point_tile, SumTile: _sum_tile, ScanTile: scan_tile}
     spelled = tiles.get(type(plan.tile))
-    if target.kind != "cpu" or spelled is None or plan.matmul:
+    if target.kind != "cpu" or spelled is None or plan.product:
         what = f"{type(plan.tile).__name__} on {target.name}"
         hint = "contractions are extern steps on cpu targets"
         raise EsperError("E0522", f"no C for {what}", node=plan.name, hint=hint)

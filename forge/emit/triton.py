@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from esper_ir.types import Dim
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
+from forge.emit.triton_chain import chains, dot_operand
 from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
 from forge.emit.triton_scan import scans
 from forge.emit.triton_table import gathers, places
 from forge.emit.writer import dim_text
 from forge.plan import (
-    Access,
+    ChainTile,
     Compute,
     GatherTile,
     KernelPlan,
@@ -137,7 +138,7 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
             ("a", spec.a, ["row", "ka"], f"row_ok & (ka < {stop})"),
             ("b", spec.b, ["kb", "col"], f"(kb < {stop}) & col_ok"),
         ):
-            w.line(f"{name} = {_operand(k, access, index, mask)}")
+            w.line(f"{name} = {dot_operand(k, access, index, mask)}")
         w.line(f'acc = tl.dot(a, b, acc, input_precision="{spec.precision}")')
     masks = {"r": "row_ok", "c": "col_ok"}
     if tile.split_k > 1:
@@ -162,13 +163,5 @@ def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:
     w.line(f"tile_n = (pid % ({tile.group_m} * tiles_n)) // span")
 
 
-def _operand(k: Kernel, access: Access, index: list[str], mask: str) -> str:
-    """Operands of a dot keep their stored type (the tensor cores' own), except in the interpreter."""
-    still = "".join(f" + {at} * 0" for step, at in zip(access.strides, index, strict=True) if step == Dim())
-    address = f"{k.pointer[access.buffer]} + {k.offset(access, index)}{still}"
-    text = f"tl.load({address}, mask={mask}, other=0)"
-    return f"{text}.to(tl.float32)" if k.interpreted else text
-
-
-_EMITTERS = {RowTile: rows, PointTile: _points, SumTile: _sums, MatmulTile: _matmul, ScanTile: scans,
-             PlaceTile: places, GatherTile: gathers}  # fmt: skip
+_EMITTERS = {RowTile: rows, PointTile: _points, SumTile: _sums, MatmulTile: _matmul, ChainTile: chains,
+             ScanTile: scans, PlaceTile: places, GatherTile: gathers}  # fmt: skip

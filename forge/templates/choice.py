@@ -17,6 +17,8 @@ from forge.views import View
 # Measured on an H200 without tuning: 1.4 to 2 times the library's time at K = 256 and K = 1024.
 FUSED_SLOWDOWN = 2.0
 SMALL_FLOPS = 2e9
+NARROW = 32
+"""Rows or columns of a product that memory bounds: the library reads its long operand at 55 % of copy."""
 # Many instructions each; on a processor they cost more time than the bytes that computing them again spares.
 SLOW = frozenset(
     "exp exp2 expm1 log log2 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc "
@@ -65,6 +67,8 @@ def own_matmul(
     depth = a.shape[-1]
     flops = 2 * (node.types[0].numel * depth).value(sizes)
     limit = 433 / FUSED_SLOWDOWN
+    if min(d.static or NARROW + 1 for d in node.types[0].shape[-2:]) <= NARROW:
+        return Accepted("matmul")
     if flops > SMALL_FLOPS and depth.value(sizes) > limit:
         return Rejected(
             "rule", f"K={depth.value(sizes)} is past {limit:.0f}: the library call is expected to win"

@@ -25,6 +25,7 @@ from forge.plan import (
     SumTile,
     next_pow2,
 )
+from forge.templates.choice import NARROW
 from forge.templates.rows import RowsInput
 from forge.views import ONE, View
 
@@ -37,14 +38,14 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     node = given.group.contraction
     assert node is not None
     a, b = (views[v] for v in node.tensors[:2])
-    space, accesses = _two_axes(given, a)
+    space, accesses = two_axes(given, a)
     depth = a.shape[-1]
     m, n = space
     kinds = [given.graph.types[v.base].dtype for v in (a, b)]
     lead, inner = (ZERO, ZERO, *a.strides)[-2:]
     spec = MatmulSpec(
         Access(a.base, kinds[0], (lead, inner), offset=a.offset),
-        Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, _precision(node),
+        Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, precision(node),
     )  # fmt: skip
     prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
     tile = given.choose(space, accesses, prior, spec)
@@ -55,7 +56,7 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     return _split(given, space, accesses, tile, spec, tiles)
 
 
-def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]:
+def two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]:
     """The group's space as (m, n): leading axes merge because the left operand walks them as one."""
     rank = len(given.group.space)
     space, accesses = collapse(given.group.space, given.body.accesses, rank - 1)
@@ -72,7 +73,8 @@ def _two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]
     return (space[0], space[1]), accesses
 
 
-def _precision(node: Node) -> str:
+def precision(node: Node) -> str:
+    """How the tensor cores multiply float32: as the node says."""
     named = dict(node.attrs).get("precision", "ieee")
     return {"bf16x3": "bf16x3", "tf32": "tf32"}.get(str(named), "ieee")
 
@@ -84,13 +86,14 @@ def _plan(
     walked = (*accesses, spec.a, spec.b)
     used = symbols(*space, spec.k, *(s for x in walked for s in (*x.strides, x.offset)))
     return KernelPlan(
-        given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=_far(given, space, spec)
+        given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=far(given, space, spec.k)
     )
 
 
-def _far(given: RowsInput, space: tuple[Dim, Dim], spec: MatmulSpec) -> bool:
+def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim) -> bool:
+    """Whether an address may lie past 31 bits."""
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
-    pairs = (space[0] * space[1], space[0] * spec.k, spec.k * space[1])
+    pairs = (space[0] * space[1], space[0] * depth, depth * space[1])
     highs = [p.bounds(ranges)[1] for p in pairs]
     return any(h is None or h + 2**20 >= 2**31 for h in highs)
 
@@ -101,13 +104,14 @@ def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
     """
     # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch,
     # short.
-    wide = 128 if k > 512 and m >= 4096 else 64
+    narrow = min(m, n) <= NARROW
+    wide = 128 if k > 512 and max(m, n if narrow else 0) >= 4096 else 64
     block_n = min(max(next_pow2(n), 16), wide)
     block_m = min(max(next_pow2(m), 16), wide)
     block_k = min(max(next_pow2(k), 16), 64 if itemsize == 2 else 32)
     tiles = -(-m // block_m) * -(-n // block_n)
     split = 1
-    while tiles * split < FILL and k // (split * 2) >= 4 * block_k:
+    while tiles * split < (2 * FILL if narrow else FILL) and k // (split * 2) >= 4 * block_k:
         split *= 2
     warps = 8 if block_m * block_n >= 128 * 128 else 4
     return MatmulTile(block_m, block_n, block_k, warps, 3 if k // split >= 4 * block_k else 2, 8, split)

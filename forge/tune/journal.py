@@ -15,6 +15,7 @@ from esper_ir.diagnostics import EXIT_USAGE, EsperError
 from esper_ir.types import Dim
 from forge.plan import (
     Access,
+    ChainTile,
     GatherTile,
     MatmulTile,
     PlaceTile,
@@ -28,9 +29,8 @@ from forge.plan import (
 from library.canon import canonical_json
 
 SCHEMA = "esper-journal/1"
-KINDS: dict[str, type[Any]] = {
-    t.__name__: t for t in (RowTile, PointTile, SumTile, MatmulTile, ScanTile, PlaceTile, GatherTile)
-}
+TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile)
+KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
 def choice_key(

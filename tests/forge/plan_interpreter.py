@@ -17,6 +17,7 @@ from esper_ir.types import DType, promote
 from forge.plan import (
     INDEX,
     Access,
+    ChainTile,
     Compute,
     GatherTile,
     KernelPlan,
@@ -85,6 +86,7 @@ def run_plan(
     False the elementary functions are computed in float64 and rounded once."""
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
     tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products,
+             ChainTile: run.chains,
              ScanTile: run.scans, PlaceTile: run.lists, GatherTile: run.gathers}  # fmt: skip
     tiles[type(plan.tile)]()
 
@@ -235,6 +237,21 @@ class _Run:
             values = {"acc": acc}
             for stmt in self.plan.body:
                 self.step(stmt, values, torch.arange(m)[:, None], torch.arange(n)[None, :], 0)
+
+    def chains(self) -> None:
+        """Both products whole, the first one's body between them."""
+        chain = self.plan.chain
+        assert chain is not None and chain.head.matmul is not None
+        first = _Run(chain.head, self.buffers, self.sizes, self.row_sum, self.libraries)
+        (m, r), spec = first.space, chain.head.matmul
+        k = spec.k.value(self.sizes)
+        values = {"acc": first.matrix(spec.a, (m, k)) @ first.matrix(spec.b, (k, r))}
+        for stmt in chain.head.body:
+            first.step(stmt, values, torch.arange(m)[:, None], torch.arange(r)[None, :], 0)
+        link = values[chain.link].expand(m, r)
+        values = {"acc": link @ self.matrix(chain.b, (r, self.cols))}
+        for stmt in self.plan.body:
+            self.step(stmt, values, torch.arange(m)[:, None], torch.arange(self.cols)[None, :], 0)
 
     def matrix(self, access: Access, shape: tuple[int, int]) -> Tensor:
         strides = [s.value(self.sizes) for s in access.strides]

@@ -80,6 +80,39 @@ def variances(b: Builder) -> Outputs:
 
 
 @case
+def a_low_rank_branch(b: Builder) -> Outputs:
+    x = b.input("x", B, ["rows", 3, 40])
+    u = b.add(b.matmul(x, b.param("a", B, [40, 12])), b.param("c", B, [12]))
+    return (b.add(x, b.mul(b.matmul(u, b.param("b", B, [12, 40])), 0.5)),)
+
+
+@case
+def a_bottleneck_whose_narrow_value_is_a_result(b: Builder) -> Outputs:
+    h = b.sigmoid(b.matmul(b.input("x", B, ["rows", 24]), b.param("w", B, [24, 40])))
+    return h, b.relu(b.matmul(h, b.param("v", B, [40, 8])))
+
+
+@case
+def a_product_whose_epilogue_reads_the_narrow_value(b: Builder) -> Outputs:
+    u = b.matmul(b.input("x", B, ["rows", 16]), b.param("w", B, [16, 16]))
+    return (b.add(u, b.matmul(b.tanh(u), b.param("v", B, [16, 16]))),)
+
+
+@case
+def three_products_in_a_row(b: Builder) -> Outputs:
+    x = b.input("x", B, ["rows", 32])
+    for i in range(3):
+        x = b.relu(b.matmul(x, b.param(f"w{i}", B, [32, 32])))
+    return (x,)
+
+
+@case
+def a_scaled_operand_of_a_product(b: Builder) -> Outputs:
+    x = b.input("x", B, ["rows", 48])
+    return (b.matmul(b.mul(x, 0.25), b.param("w", B, [48, 16])),)
+
+
+@case
 def a_view_of_an_input(b: Builder) -> Outputs:
     x = b.input("x", F, ["rows", 4, 8])
     return b.reshape(x, shape=["rows", 32]), b.permute(x, dims=[2, 0, 1])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import esper_ir.text as text
+from esper_ir.diagnostics import Rejected
 from esper_ir.graphbuilder import GraphBuilder
 from esper_ir.types import Dim, DimSpec, DType, TensorType
 from forge.fuse import Fuser
@@ -16,6 +17,7 @@ from forge.partition import partition
 from forge.plan import KernelPlan, MatmulTile, RowTile, SumTile
 from forge.service import front
 from forge.target import resolve
+from forge.templates import chain
 from forge.views import View, dense_strides, is_dense, views
 from forge.work import Work
 from library.launch import KernelStep
@@ -167,15 +169,45 @@ def test_norm_keeps_one_number_a_row() -> None:
     assert [types[n].shape[-1] for n in kept] == [Dim.of(1)] and len(kept) == 1
 
 
-def test_mlp_backward_is_four_products_with_the_activation_in_an_epilogue() -> None:
+def test_products_in_a_row_are_one_kernel_forward_and_backward() -> None:
     work = example("small_mlp")
+    for name in ("inference", "forward"):
+        (only,) = plans(work, phase(work, name))
+        assert only.chain is not None and only.chain.head.matmul is not None
     made = plans(work, phase(work, "backward"))
-    products = [p for p in made if isinstance(p.tile, MatmulTile)]
-    assert len(products) == 4
-    assert len(made) - len(products) == sum(
-        p.tile.split_k > 1 for p in products if isinstance(p.tile, MatmulTile)
-    )
-    assert any("erf" in str(p) for p in products), "gelu' is computed where its cotangent is made"
+    chains = [p for p in made if p.chain is not None]
+    weights = [p for p in made if isinstance(p.tile, MatmulTile)]
+    assert len(chains) == 1 and len(weights) == 2
+    assert len(made) - 3 == sum(p.tile.split_k > 1 for p in weights if isinstance(p.tile, MatmulTile))
+    assert "erf" in str(chains[0].chain), "gelu' is computed where its cotangent is made"
+
+
+def refusal(**sizes: int) -> str:
+    """Why x [rows, k] a [k, r] b [r, n] stays two products; empty when it is a chain."""
+    b = builder(x=(B, ["rows", sizes["k"]]), a=(B, [sizes["k"], sizes["r"]]), b=(B, [sizes["r"], sizes["n"]]))
+    u = b("matmul", b.value("x"), b.value("a"))
+    graph = b.graph({"y": b("matmul", u, b.value("b"))})
+    first, second = graph.nodes
+    found = chain._fits(first, second, graph, H100)
+    assert (chain.candidates(graph, dict(views(graph)), H100) == {}) == isinstance(found, Rejected)
+    return found.code if isinstance(found, Rejected) else ""
+
+
+def test_a_chain_needs_a_narrow_value_and_small_weights() -> None:
+    assert refusal(k=64, r=256, n=64) == refusal(k=4096, r=16, n=4096) == ""
+    assert refusal(k=64, r=257, n=64) == refusal(k=4096, r=64, n=4096) == "size"
+
+
+def test_a_chain_does_not_skip_what_stands_between() -> None:
+    """b reads what a third group makes of the narrow value: the products stay apart."""
+    b = builder(x=(B, ["rows", 16]), a=(B, [16, 16]), w=(B, [16, 16]))
+    u = b("matmul", b.value("x"), b.value("a"))
+    v = b("matmul", u, b.value("w"))
+    scale = b("amax", u, dims=(0,), keepdim=True)
+    graph = b.graph({"y": b("mul", v, scale)})
+    parts = partition(graph, H100)
+    pairs = chain.candidates(graph, parts.views, H100)
+    assert pairs and not any(g.chain for g in chain.merged(parts.groups, pairs, parts.views))
 
 
 def test_mlp_keeps_no_view_and_no_activation() -> None:

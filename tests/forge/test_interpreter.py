@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 RMS = {"path": "examples/rmsnorm_residual.json", "sizes": {"4096": 128}}
 MLP = {"path": "examples/small_mlp.json", "sizes": {"64": 32, "256": 48}}
 DIGITS = {"path": "examples/digits_block.json", "sizes": {"64": 24, "256": 40}}
+LORA = {"path": "examples/lora.json", "sizes": {"4096": 72, "16": 12}}
 # Rows: one, a prime, and one to either side of a block of rows.
 CASES: dict[str, dict[str, Any]] = {
     "norm of 1 row": {**RMS, "dims": {"rows": 1}},
@@ -25,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mlp of 1 row": {**MLP, "dims": {"rows": 1}},
     "mlp of 63 rows": {**MLP, "dims": {"rows": 63}},
     "mlp of 65 rows": {**MLP, "dims": {"rows": 65}},
+    "low rank of 1 row": {**LORA, "dims": {"rows": 1}},
+    "low rank of 37 rows": {**LORA, "dims": {"rows": 37}},
     "digits of 37 rows": {**DIGITS, "dims": {"rows": 37}},
     # No matrix instructions within reach there: products are library calls, the rest is ours.
     "digits on t4": {**DIGITS, "dims": {"rows": 5}, "target": "t4"},

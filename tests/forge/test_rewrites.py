@@ -22,6 +22,7 @@ from esper_ir.verify import typed
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.fold import RULES, fold
 from forge.passes.reductions import straighten
+from forge.passes.scale import carry
 from forge.pipelines import _plain
 from tests.forge.dags import blueprint
 
@@ -39,6 +40,7 @@ CLOSE: dict[str, Rewrite] = {
     "decompose": expand,
     "canonicalise": lambda g: _plain(g, apart=True),
     "straighten": lambda g: straighten(expand(g)),
+    "carry": lambda g: carry(expand(g)),
 }
 """These may add up in another order: equal in float64 but for its last digits."""
 
