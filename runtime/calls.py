@@ -250,6 +250,9 @@ def _avg_pool_gradient(rank: int) -> Callable[[Attrs], Run]:
     def prepare(attrs: Attrs) -> Run:
         def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
             g, like = (_widened(_first(t, attrs), rank) for t in (inputs[0], outs[0]))
+            # torch's kernel for cards gives other numbers for overlapping or padded windows where the memory
+            # of `like` (which is not read) is channels-last.
+            like = like.contiguous() if like.is_cuda else like
             return (_last(call(g, like, *_avg_numbers(attrs)), attrs).to(inputs[0].dtype),)
 
         return plain(run)
