@@ -7,8 +7,9 @@
 #   PROVE_S=100 RUNTIME_S=150 MODELS_S=150 BLOCKS_S=450 BITS_S=50 TESTS_S=160 LOAD_S=0 HOST_S=0
 # CARDS="0 1": cards to use. ONLY, SKIP: words in names of blocks; implementations to leave out. SIZES, MODES: of
 # blocks, comma-separated. COMPILE_S: of BLOCKS_S, for compiling the peers (default 45 %). MAX_EVERYWHERE=1:
-# max-autotune at every size. BENCHES: further benches of the harness, EXTRA_S seconds each. TESTS_WIDTH=2:
-# processes of tests a card. WHEELS: a folder of wheels for packages that are missing there.
+# max-autotune at every size. PEERS: folder of what peers compiled, kept for a next call there. EXTRA: a further command
+# of Python for EXTRA_S seconds, such as "-m bench.faults --help". TESTS_WIDTH=2: processes of tests a card. WHEELS: a
+# folder of wheels for packages that are missing there.
 set -u
 cd "$(dirname "$0")/.."
 HOME_OF_RUN=$(cd .. && pwd)
@@ -97,12 +98,10 @@ step "${MODELS_S:-150}" models $HARNESS models --models-seconds $((${MODELS_S:-1
 BLOCKS_S=${BLOCKS_S:-450}
 COMPILE_S=${COMPILE_S:-$((BLOCKS_S * 45 / 100))}
 step "$BLOCKS_S" blocks $HARNESS blocks --seconds $((BLOCKS_S - 20)) --compile-seconds "$COMPILE_S" \
-    --limit "${BLOCK_S:-120}" --peers "$WORK/peers" ${SIZES:+--sizes "$SIZES"} ${MODES:+--modes "$MODES"} \
+    --limit "${BLOCK_S:-120}" --peers "${PEERS:-$WORK/peers}" ${SIZES:+--sizes "$SIZES"} ${MODES:+--modes "$MODES"} \
     ${MAX_EVERYWHERE:+--all-max}
 step "${BITS_S:-50}" bits $HARNESS bits
-for bench in ${BENCHES:-}; do
-    step "${EXTRA_S:-60}" "$bench" $HARNESS "$bench"
-done
+step "${EXTRA_S:-0}" extra "$PYTHON" ${EXTRA:-}
 
 # The newest tests first, dealt out over the cards; a card's own comes first, so that tests of two find a second.
 tests() {  # tests SHARE COUNT CARD

@@ -206,6 +206,7 @@ def models(run: Run) -> dict[str, Any]:
     which = run.options["models"]
     ids = {key: artifact for artifact, facts in run.compiled.items() for key in facts.get("modules", ())}
     cuda = run.device.type == "cuda"
+    end_well(lambda: None)
     found = Bench(which, run.library.home, ids, run.options, cuda).measure()
     return run.document("models", **found)
 
