@@ -66,6 +66,10 @@ class Verdict:
     refusal: Refusal | None = None
 
 
+def reached(phase: str) -> None:
+    """Called between the phases of a round: a seam for tests that stop there."""
+
+
 def commit(growth: Any, snapshot: Snapshot, pilot: bool) -> Boundary:
     """Carry out what waits; see `Growth.commit`."""
     structure.agree(growth)
@@ -111,10 +115,12 @@ def _first_of_each(
 
 def _round(growth: Any, commands: Sequence[KasminaControlCommand]) -> tuple[list[Applied], list[Refusal]]:
     prepared = [_prepare(growth, command) for command in commands]
+    reached("prepared")
     acknowledged = growth.ranks.gather([p.error for p in prepared])
     verdicts: list[Verdict] = growth.ranks.share(
         _judge_all(growth, prepared, acknowledged) if growth.ranks.first else None
     )
+    reached("judged")
     lines: list[dict[str, Any]] = []
     applied: list[Applied] = []
     refused: list[Refusal] = []
@@ -128,7 +134,9 @@ def _round(growth: Any, commands: Sequence[KasminaControlCommand]) -> tuple[list
         done = applying.carry_out(growth, ready, verdict.move, verdict.record)
         applied.append(done)
         lines.append(_line(growth, "command", ready, **applying.told(growth, ready, done)))
+    reached("applied")
     growth.journal.extend(lines)
+    reached("journalled")
     return applied, refused
 
 
@@ -205,7 +213,7 @@ def verified(growth: Any, artifact: str) -> None:
     """The artifact as the library has it now, read and verified; its refusal otherwise."""
     state = state_in_library(growth.library, artifact)
     if state != VALIDATED and not growth.allow_unvalidated:
-        code = "E0721" if state == "MISSING" else "E0743" if state == "REVOKED" else "E0740"
+        code = "E0721" if state == "MISSING" else "E0742" if state == "REVOKED" else "E0740"
         raise EsperError(code, f"{artifact} is {state} now", node=artifact)
     loader.open_library(growth.library).load(artifact, allow_unvalidated=growth.allow_unvalidated)
 
