@@ -17,6 +17,7 @@ from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
 from forge.passes.fold import fold
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
+from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
 from forge.templates.choice import tuned_sizes
@@ -90,8 +91,8 @@ def save(work: Work) -> Work:
     """Choose what the backward keeps."""
     if work.joint is None:
         return work
-    lookups = work.target.kind != "cpu"
-    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), lookups))
+    card = work.target.kind != "cpu"
+    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card))
 
 
 def plan(work: Work) -> Work:
@@ -126,6 +127,8 @@ def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: 
     assert work.graph is not None
     if work.target.kind == "cpu":
         phase = replace(phase, graph=bias_inside(phase.graph))
+    else:
+        phase = replace(phase, graph=windows_to_leaves(phase.graph))
     interface = interface_of(work.blueprint, work.graph.types, ())
     sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
     bounds = tuple(bucket.values())

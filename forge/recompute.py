@@ -247,7 +247,7 @@ class _Rewrite:
             first[0] if first else None,
             old.columns & alive,
             old.finishers & alive,
-            old.scan,
+            scan=old.scan,
         )
 
 

@@ -156,7 +156,7 @@ def _beginning(
     code = _code(emit, places, weights)
     if isinstance(code, int):
         return emit("full", shape=shape, value=code, dtype=DType.int32)
-    return code if code.type.shape == shape else emit("expand", code, shape=shape)
+    return code
 
 
 def _vjp(rank: int) -> Any:

@@ -100,8 +100,8 @@ def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
     return is_dense(view) and TensorType(whole.dtype, view.shape).numel == whole.numel
 
 
-def choose_saved(joint: Joint, sizes: Mapping[str, int], lookups: bool = True) -> tuple[str, ...]:
-    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, lookups)
+def choose_saved(joint: Joint, sizes: Mapping[str, int], card: bool = True) -> tuple[str, ...]:
+    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card)
 
 
 def _owned(

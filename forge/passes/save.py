@@ -17,23 +17,25 @@ import networkx
 
 from esper_ir.graph import Graph
 from forge.groups import lowering_kind
-from forge.views import views
+from forge.views import movement, views
 
 RECOMPUTED = ("pointwise", "movement", "creation")
 
 
 def saved_values(
-    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], lookups: bool = True
+    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], card: bool = True
 ) -> tuple[str, ...]:
     """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
-    prices. With `lookups` rows of a table are read again for nothing: where a kernel reads them itself.
+    prices. On a `card` a kernel reads rows of a table itself, so that it does so again for
+    nothing; on a processor a convolution takes the bias that is added to it, and its result has no memory.
     """
     late = depends_on(joint, cotangents)
     needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
     needed |= {o for o in joint.outputs if o in needed}
     if not needed:
         return ()
-    flow = _network(joint, late, needed, sizes, (*RECOMPUTED, *(("lookup",) if lookups else ())))
+    stored = _stored(joint, late, card)
+    flow = _network(joint, late, needed, sizes, (*RECOMPUTED, *(("lookup",) if card else ())), stored)
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
     order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
     cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
@@ -50,11 +52,16 @@ def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
 
 
 def _network(
-    joint: Graph, late: frozenset[str], needed: set[str], sizes: Mapping[str, int], again: tuple[str, ...]
+    joint: Graph,
+    late: frozenset[str],
+    needed: set[str],
+    sizes: Mapping[str, int],
+    again: tuple[str, ...],
+    stored: set[str],
 ) -> networkx.DiGraph:
     flow = networkx.DiGraph()
     leaves = [v for v in joint.inputs if v not in late]
-    stored = _stored(joint, late)
+    gathered = _gathered(joint)
     for name in leaves:
         flow.add_edge("source", ("in", name))
         flow.add_edge(("in", name), ("out", name), capacity=_read(joint, name, sizes))
@@ -65,9 +72,11 @@ def _network(
         for name in node.outputs:
             # A view has no memory of its own to keep: without a capacity it is never cut.
             size = _bytes(joint, name, sizes)
-            price = {} if kind == "movement" else {"capacity": size + 1 if name in stored else 2 * size + 2}
+            # What has memory anyway is preferred where it is about as cheap: no kernel has to make it.
+            own = 2 * size + size // 64 + 2
+            price = {} if kind == "movement" else {"capacity": size + 1 if name in stored else own}
             flow.add_edge(("in", name), ("out", name), **price)
-            if kind not in again:
+            if kind not in again or name in gathered:
                 flow.add_edge("source", ("in", name))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))
@@ -85,7 +94,23 @@ def _read(joint: Graph, leaf: str, sizes: Mapping[str, int]) -> int:
     return min(whole, sum(_bytes(joint, n.id, sizes) for n in readers))
 
 
-def _stored(joint: Graph, late: frozenset[str]) -> set[str]:
+def _gathered(joint: Graph) -> set[str]:
+    """Work on several windows of one value, as pooling is: to do it again is another pass over the data."""
+    seen: dict[str, frozenset[tuple[str, str]]] = {}
+    out: set[str] = set()
+    for node in joint:
+        before = frozenset[tuple[str, str]]().union(*(seen.get(v, frozenset()) for v in node.tensors))
+        if movement(node) == "window":
+            roots = {root for root, _ in before} or {node.tensors[0]}
+            seen[node.id] = frozenset((root, node.id) for root in roots)
+        elif lowering_kind(node) == "pointwise" and len(before) > len({root for root, _ in before}):
+            out.add(node.id)
+        elif lowering_kind(node) in ("pointwise", "movement"):
+            seen[node.id] = before
+    return out
+
+
+def _stored(joint: Graph, late: frozenset[str], card: bool) -> set[str]:
     """Values of the forward that have memory whatever the backward wants."""
     known = views(joint)
     out = {known[o].base for o in joint.outputs if o not in late}
@@ -93,7 +118,7 @@ def _stored(joint: Graph, late: frozenset[str]) -> set[str]:
         kind = lowering_kind(node)
         if kind in ("contraction", "opaque"):
             out |= {known[v].base for v in node.tensors}
-        if kind == "opaque":
+        if kind == "opaque" and (card or node.op != "convolution"):
             out |= set(node.outputs)
     return out
 

@@ -44,6 +44,7 @@ from forge.views import ONE
 ZERO = Dim()
 TILE = 4096
 LONG_ROW = 256
+SHORT_ROW = 16
 BUSY_COLUMNS = 4  # statements, and
 MANY_ROWS = 4096  # for which they are worth keeping
 WARPS = 2048  # of all programs that take rows in turn
@@ -132,9 +133,14 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
 
 
 def _by_rows(space: tuple[Dim, ...], accesses: list[Access]) -> bool:
-    """Some value is the same along a long last axis: loaded once a row, not once an element."""
-    long = space[-1].static is not None and space[-1].static >= LONG_ROW
-    return long and any(a.strides[-1] == ZERO and a.buffer != INDEX for a in accesses)
+    """Some value is the same along a long last axis: loaded once a row, not once an element. Or windows move
+    along other axes only: where they are is found once a row.
+    """
+    last = len(space) - 1
+    count = space[-1].static or 0
+    if any(a.windows for a in accesses) and not any(a.window(last) for a in accesses):
+        return count >= SHORT_ROW
+    return count >= LONG_ROW and any(a.strides[-1] == ZERO and a.buffer != INDEX for a in accesses)
 
 
 def _launch(
@@ -200,6 +206,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         wide = min(wide, 512 if looped else 1024)
         if looped:
             return _in_turn(given, space, accesses, wide)
+    if not col_reduce and not row_reduce and any(a.windows for a in accesses):
+        block = max(min(TILE // 2 // wide, 64), 1)  # many operands: 8 elements a thread
+        return RowTile(block, block, wide, max(block * wide // 256, 1), reverse=given.reverse)
     if not col_reduce:
         block = max(min(TILE // wide, 64), 1)
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
@@ -227,6 +236,11 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
     light = (reads + writes == 1 or reads == 2) and _work(given) <= LIGHT
     block = min((8 if light else 4) * 256 // min(wide, 256), next_pow2(rows))
     warps = max(wide // 256, 1)
+    if any(a.windows for a in accesses):
+        # Neighbours read the same elements: they come from the cache, and many programs hide that.
+        block = min(max(block // 4, 1), next_pow2(rows))
+        programs = max(min(-(-rows // block), 2 * WARPS // (warps * -(-cols // wide))), 1)
+        return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse)
     at_once = WARPS if reads <= 1 else WARPS // 2 if light else WARPS * 7 // 8
     most = at_once // (warps * -(-cols // wide))
     programs = max(min(-(-rows // block), most), 1)

@@ -1,0 +1,225 @@
+"""Running values, lookups and pooling: in kernels of ours, with what is around them, and the same meaning."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import esper_ir.text as text
+from esper_ir.graph import Blueprint
+from forge.explain import explain
+from forge.lower import PhaseLowering
+from forge.plan import GatherTile, KernelPlan, PlaceTile, Scan, ScanTile
+from forge.service import front
+from forge.work import Work
+from library.launch import ExternStep
+from tests.forge.test_blocks import BLOCKS, shrunk
+from tests.forge.test_interpreter import ROOT
+from tests.forge.whole import Machine, check, compared
+
+SHAPES = {"end": ["n", "rows"], "middle": ["n", "rows", 6], "first": ["rows", 5, 3]}
+AXES = {"end": 1, "middle": 1, "first": 0}
+
+
+def document(
+    op: str, shape: list[Any], dtype: str, attrs: dict[str, Any], operands: int = 1
+) -> dict[str, Any]:
+    names = ["x", "b"][:operands]
+    dims = {"n": {"min": 1, "max": 64, "tune": [4]}, "rows": {"min": 1, "max": 4096, "tune": [64]}}
+    return {
+        "format": "esper-blueprint/1", "name": op, "dims": {k: v for k, v in dims.items() if k in shape},
+        "inputs": {v: {"dtype": dtype, "shape": shape} for v in names}, "params": {},
+        "nodes": [{"id": "y", "op": op, "inputs": names, "attrs": attrs}], "outputs": ["y"],
+    }  # fmt: skip
+
+
+def parsed(data: dict[str, Any]) -> Blueprint:
+    return text.parse(json.dumps(data))
+
+
+def plans(work: Work) -> list[KernelPlan]:
+    return [s.plan for s in work.kernels.by_key.values()]
+
+
+def calls(work: Work) -> set[str]:
+    return {s.op for low in work.lowerings for s in low.plan.steps if isinstance(s, ExternStep)}
+
+
+def backward(work: Work) -> PhaseLowering:
+    return [low for low in work.lowerings if low.phase.name == "backward"][-1]
+
+
+# Running values.
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("place", SHAPES)
+@pytest.mark.parametrize("op", ["linear_scan", "cumsum", "cumprod", "logcumsumexp"])
+def test_running_values_are_one_kernel(op: str, place: str, reverse: bool) -> None:
+    attrs = {"dim": AXES[place], "reverse": reverse}
+    data = document(op, SHAPES[place], "float32", attrs, 2 if op == "linear_scan" else 1)
+    dims = {"n": 3, "rows": 11}
+    work = check(parsed(data), {k: dims[k] for k in data["dims"]}, "h100")
+    assert not calls(work)
+    forward = [low for low in work.lowerings if low.phase.name == "inference"]
+    assert all(len(low.plan.steps) == 1 for low in forward)
+
+
+def test_running_values_in_c() -> None:
+    for place in SHAPES:
+        data = document("linear_scan", SHAPES[place], "bfloat16", {"dim": AXES[place]}, 2)
+        dims = {"n": 3, "rows": 11}
+        work = check(parsed(data), {k: dims[k] for k in data["dims"]}, "cpu", "c")
+        assert any(isinstance(p.tile, ScanTile) for p in plans(work))
+
+
+def test_a_recurrence_takes_its_gates_and_its_gradient_along() -> None:
+    """Forward and backward are one kernel each beside the products."""
+    sizes, dims = BLOCKS["mamba_scan"]
+    work = check(shrunk("mamba_scan", sizes), dims, "h100")
+    assert calls(work) <= {"mm"}
+    scans = [g for g, low in backward(work).lowered if low.template == "scan"]
+    assert len(scans) == 1 and scans[0].scan == (1, True)
+    reads = [a for p in plans(work) if isinstance(p.tile, ScanTile) for a in p.accesses if a.windows]
+    assert {w.add for a in reads for w in a.windows} == {-1, 1}
+
+
+def test_running_values_of_two_directions_stay_apart() -> None:
+    data = document("cumsum", ["n", "rows", 6], "float32", {"dim": 1})
+    data["nodes"].append({"id": "z", "op": "cumsum", "inputs": ["y"], "attrs": {"dim": 1, "reverse": True}})
+    data["outputs"] = ["z"]
+    work = check(parsed(data), {"n": 2, "rows": 9}, "h100")
+    assert all(len({s.reverse for s in p.body if isinstance(s, Scan)}) == 1 for p in plans(work))
+    refused = [r for phase in explain(work)["phases"] for r in phase["refused"]]
+    assert "direction" in {r["code"] for r in refused}
+
+
+# Lookups.
+
+
+def test_a_lookup_is_read_by_the_norm_and_its_gradient_has_no_sort() -> None:
+    sizes, dims = BLOCKS["embedding_norm"]
+    work = check(shrunk("embedding_norm", sizes), dims, "h100")
+    assert not calls(work)
+    assert {"PlaceTile", "GatherTile"} <= {type(p.tile).__name__ for p in plans(work)}
+    inference = next(low for low in work.lowerings if low.phase.name == "inference")
+    assert len(inference.plan.steps) == 1
+
+
+def lookup(rows: int, width: int) -> Blueprint:
+    data = document("embedding", ["rows", 3], "int64", {})
+    data["inputs"] = {"x": {"dtype": "int64", "shape": ["rows", 3]}}
+    data["params"] = {"e": {"dtype": "float32", "shape": [rows, width]}}
+    data["nodes"] = [{"id": "y", "op": "embedding", "inputs": ["x", "e"], "attrs": {}}]
+    return parsed(data)
+
+
+def test_the_gradient_of_a_table_adds_repeated_rows() -> None:
+    blueprint = lookup(5000, 7)
+    work = front(blueprint, "h100")
+    tiles = [p.tile for p in plans(work)]
+    part = next(t for t in tiles if isinstance(t, PlaceTile))
+    block = next(t for t in tiles if isinstance(t, GatherTile))
+    assert part.rows % block.rows == 0 and block.listed == part.rows
+    numbers = torch.randint(5000, (40, 3))
+    numbers[:20] = 4999
+    given = {"x": numbers, "e": torch.randn(5000, 7)}
+    found, wide, _ = compared(work, Machine(work), {"rows": 40}, given)
+    assert torch.allclose(found["grad:e"].double(), wide["grad:e"], atol=1e-5)
+
+
+def test_on_a_processor_lookups_are_library_calls() -> None:
+    """Which say what position is out of range."""
+    work = front(lookup(50, 8), "cpu")
+    assert calls(work) == {"embedding", "embedding_grad"}
+    refused = [r for phase in explain(work)["phases"] for r in phase["refused"]]
+    assert {"positions", "order"} <= {r["code"] for r in refused}
+
+
+# Pooling.
+
+POOLS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "halves": ([2, 6, 8, 3], {"kernel": [2], "data_format": "NHWC"}),
+    "overlapping": ([2, 3, 7, 9], {"kernel": [3], "stride": [2], "padding": [1]}),
+    "same size": ([1, 5, 6, 4], {"kernel": [3], "stride": [1], "padding": [1], "data_format": "NHWC"}),
+    "gaps": ([1, 2, 9, 9], {"kernel": [2], "stride": [3]}),
+    "partly outside": ([1, 2, 6, 5], {"kernel": [2], "ceil_mode": True}),
+    "unlike axes": ([2, 7, 6, 4], {"kernel": [2, 3], "stride": [1, 2], "padding": [0, 1],
+                                   "data_format": "NHWC"}),
+    "whole": ([2, 4, 3, 5], {"kernel": [4, 3], "data_format": "NHWC"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("name", POOLS)
+def test_a_maximum_over_windows_is_one_kernel(name: str, around: bool) -> None:
+    shape, attrs = POOLS[name]
+    data = document("max_pool2d", shape, "float32", attrs)
+    if around:
+        data["nodes"].insert(0, {"id": "r", "op": "relu", "inputs": ["x"], "attrs": {}})
+        data["nodes"][1]["inputs"] = ["r"]
+    work = check(parsed(data), {}, "h100")
+    assert not calls(work)
+    phases = [low for low in work.lowerings if low.phase.name == "inference" or not around]
+    # A window that covers the image is read as slices, which no other work follows.
+    assert all(len(low.plan.steps) <= (2 if around and name == "whole" else 1) for low in phases)
+    check(parsed(data), {}, "cpu", "c")
+
+
+def test_places_of_maxima_are_those_of_torch() -> None:
+    """Of equal ones the first, of NaN the last, and the first element of a window that holds only -inf."""
+    shape, attrs = [1, 1, 7, 7], {"kernel": [3], "stride": [2], "padding": [1]}
+    blueprint = parsed(document("max_pool2d", shape, "float32", attrs))
+    work = front(blueprint, "h100")
+    x = torch.randint(0, 3, (1, 1, 7, 7)).float()
+    x[0, 0, :3, :3], x[0, 0, 5, 5] = -torch.inf, torch.nan
+    found, _, eager = compared(work, Machine(work), {}, {"x": x})
+    assert torch.equal(found["grad:x"] != 0, eager["grad:x"] != 0)
+    torch.testing.assert_close(found["grad:x"], eager["grad:x"])
+    assert torch.equal(found["y"].nan_to_num(7.0), eager["y"].nan_to_num(7.0))
+
+
+def test_large_and_spread_windows_stay_library_calls() -> None:
+    for attrs in ({"kernel": [9], "stride": [4]}, {"kernel": [3], "dilation": [2]}):
+        work = front(parsed(document("max_pool2d", [1, 2, 20, 20], "float32", attrs)), "h100")
+        assert calls(work) == {"max_pool2d", "max_pool2d_grad"}
+
+
+def test_nothing_is_stored_between_a_convolution_and_its_pooling() -> None:
+    sizes, dims = BLOCKS["max_pool_block"]
+    work = check(shrunk("max_pool_block", sizes), dims, "h100")
+    assert calls(work) == {"conv2d", "conv2d_input_grad", "conv2d_weight_grad"}
+    forward = next(low for low in work.lowerings if low.phase.name == "forward")
+    assert len(forward.plan.steps) == 2
+
+
+# Triton's interpreter.
+
+CASES: dict[str, dict[str, Any]] = {
+    "mamba": {"path": "examples/mamba_scan.json", "sizes": {"1024": 20}, "dims": {"batch": 2, "rows": 37}},
+    "embedding": {"path": "examples/embedding_norm.json", "sizes": {"32000": 70, "1024": 24},
+                  "dims": {"rows": 90}},
+    "pooling": {"path": "examples/max_pool_block.json", "sizes": {"56": 6, "128": 16}, "dims": {"n": 2}},
+    "backwards": {"blueprint": document("cumsum", ["n", "rows"], "float32", {"dim": 1, "reverse": True}),
+                  "dims": {"n": 3, "rows": 70}},
+    "planes": {"blueprint": document("max_pool2d", *POOLS["overlapping"][:1], "bfloat16",
+                                     POOLS["overlapping"][1]), "dims": {}},
+}  # fmt: skip
+
+
+def test_triton_says_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.forge.interpreted", json.dumps(list(CASES.values()))],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, answer in zip(CASES, json.loads(done.stdout), strict=True):
+        wrong = {n: r for n, r in answer["results"].items() if not r["ok"]}
+        assert answer["results"] and not wrong, (name, wrong)
