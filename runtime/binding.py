@@ -286,6 +286,19 @@ class Block(nn.Module):
             self._counters.launches += self._state.launched()
             self._state, self._broken = recovery.broken(self._state, error), True
 
+    def rest(self, on: bool) -> None:
+        """Have the eager twin answer (counted as a fallback) for as long as memory is short; only a block that
+        was loaded with fallback="eager" can."""
+        if self._broken or self._fallback != "eager":
+            return
+        program = self._state.program
+        if on:
+            error = fail("E0815", "kernels rest while memory is short", node=self._name)
+            self._counters.launches += self._state.launched()
+            self._state = recovery.broken(self._state, error)
+        else:
+            self._seat(program)
+
     # -- facts
     # ---------------------------------------------------------------------------------------------------
 

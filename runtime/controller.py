@@ -86,7 +86,7 @@ class TamiyoController:
         self.library = loader.open_library(library if library is not None else self.growth.library)
         self.chooser = Chooser(self.library, settings.query)
         self.bus: EventBus = bus if bus is not None else LocalBus()
-        self.growth.listeners.append(self.bus.publish)
+        self.growth.listeners += [self.bus.publish, self._heard]
         if settings.run_dir and rank() == 0:
             self.bus.subscribe(EventFile(settings.run_dir))
             if settings.tensorboard:
@@ -136,6 +136,7 @@ class TamiyoController:
     def look(self, accuracy: float | None = None) -> SystemStatePacket:
         """The packet of this boundary: telemetry closed, the state tensors copied once."""
         self.observer.close_epoch(self.growth.sites)
+        self.growth._snapshot = None  # one that was taken before does not know what was just added
         snapshot = self._snapshot = self.growth.snapshot()
         self._health = health_of(snapshot.slots)
         return SystemStatePacket(
@@ -195,7 +196,7 @@ class TamiyoController:
         if self._snapshot is None or self._health is None:
             return []
         info = loader.cache_info()
-        ratio = hithit_ratio(info)
+        ratio = hit_ratio(info)
         slowest = max((f.exec_us for f in self._snapshot.slots), default=0)
         found = []
         for number, facts in enumerate(self._snapshot.slots):
@@ -272,6 +273,14 @@ class TamiyoController:
             pressure = {"rung": moved.name, "used": packet.hardware_context.memory_used}
             self.bus.publish(Event("MEMORY_PRESSURE", packet.current_epoch, packet.step, "", pressure))
 
+    def _heard(self, event: Event) -> None:
+        """A rollback is the trainer's, and told to the library when it happens: no boundary sees it."""
+        artifact = str(event.facts.get("artifact", ""))
+        if event.kind == "SEED_ROLLED_BACK" and artifact and self.settings.field_reports and rank() == 0:
+            before, now = self._begun.get(event.slot), self._history[-1:]
+            report = telling.rolled_back(event, before, now[0] if now else None, self.library)
+            telling.tell([report], self.library)
+
     def _now(self, packet: SystemStatePacket) -> SystemStatePacket:
         """The packet with the states that the boundary left."""
         states = {slot.id: slot for slot in self.growth.slots}
@@ -289,7 +298,10 @@ class TamiyoController:
         self.growth.observe(self.observer, every=every)
 
     def _eager(self, on: bool) -> None:
-        self.growth.eager(on)
+        """Seeds answer by their eager twins, which need no workspace of their own."""
+        for slot in self.growth.slots:
+            if slot.seed is not None:
+                slot.seed.block.rest(on)
 
     # -- checkpoints
 

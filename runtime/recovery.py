@@ -52,10 +52,10 @@ def broken(state: State, error: EsperError) -> State:
     made.node, made.gradients = None, state.gradients
 
     # Not the error itself: its traceback holds every tensor of the step.
-    message, node, details = error.message, error.node, dict(error.details)
+    code, message, node, details = error.code, error.message, error.node, dict(error.details)
 
     def refuse(*_: Any) -> Any:
-        raise fail(LAUNCH_FAILED, message, node=node, details=dict(details))
+        raise fail(code, message, node=node, details=dict(details))
 
     made.ready = refuse
     return made

@@ -20,15 +20,15 @@ from runtime.seeds.lifecycle import Lifecycle, Limits
 from runtime.strategy.settings import PlateauSettings, Settings
 
 PARTS, SIZE, FACTORS = 4, 4, 2
-BATCH, EPOCHS, STEPS, RATE = 128, 40, 32, 4e-3
+BATCH, EPOCHS, STEPS, RATE = 128, 48, 32, 4e-3
 TRAIN, VALID, TEST = 16384, 2048, 4096
 LABEL_NOISE = 0.3
 SETTINGS = Settings(
     plateau=PlateauSettings(window=4, min_improvement=0.03, warmup=6),
-    limits=Limits(planned_epochs=EPOCHS, speculative=True, max_rent=1.0),
+    limits=Limits(planned_epochs=EPOCHS, deadline_least=10, speculative=True, max_rent=1.0),
     graft=Graft(lr_scale=0.5),
     telemetry_every=4,
-    fine_tune_epochs=4,
+    fine_tune_epochs=8,
     field_reports=False,
 )
 

@@ -10,7 +10,7 @@ from esper_ir.diagnostics import EsperError
 from library.contracts import FieldReport
 from library.store import Library
 from runtime import outcomes
-from runtime.seeds.facts import Applied, SlotFacts
+from runtime.seeds.facts import Applied, Event, SlotFacts
 from runtime.seeds.lifecycle import OUTCOMES, Lifecycle, Measured
 from runtime.strategy.decisions import Decision
 from runtime.strategy.packet import SystemStatePacket
@@ -44,6 +44,14 @@ def reports(
             )
         )
     return found
+
+
+def rolled_back(event: Event, before: float | None, now: float | None, library: Library) -> FieldReport:
+    """The report of an adaptation that the trainer took back."""
+    artifact = str(event.facts["artifact"])
+    pre, post = (0.0 if value is None else _finite(value) for value in (before, now))
+    metrics = {"epoch": event.epoch, "step": event.step}
+    return FieldReport(_blueprint(library, artifact), artifact, event.slot, pre, post, "ROLLED_BACK", metrics)
 
 
 def tell(found: Iterable[FieldReport], library: Library) -> list[str]:
