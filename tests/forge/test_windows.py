@@ -213,6 +213,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_triton_says_the_same() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.forge.interpreted", json.dumps(list(CASES.values()))],
