@@ -82,7 +82,9 @@ def commit(growth: Any, snapshot: Snapshot, pilot: bool) -> Boundary:
     groups = growth.surgeon.names() if growth.surgeon is not None else []
     for _ in range(ROUNDS):
         if not waiting:
-            waiting = growth.ranks.share(autopilot.commands(growth)) if pilot else []
+            tried = {(r.slot, r.verb) for r in refused}  # what was refused waits for the next boundary
+            wanted = [c for c in autopilot.commands(growth) if (c.slot, c.command) not in tried]
+            waiting = growth.ranks.share(wanted) if pilot else []
         if not waiting:
             break
         now, waiting = _first_of_each(waiting)

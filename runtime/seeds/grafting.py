@@ -66,6 +66,26 @@ class _Blend(torch.autograd.Function):
         return to_h, to_z, None, None, None
 
 
+class _Guard(torch.autograd.Function):
+    """h on its way into a seed; the gradient that comes back is 0 where the seed's result was not finite (0
+    times infinity is not)."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, told: list[Tensor]) -> Tensor:
+        ctx.told = told
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        (g,) = cotangents
+        return torch.where(ctx.told[0], g, torch.zeros_like(g)), None
+
+
+def guarded(h: Tensor, told: list[Tensor]) -> Tensor:
+    """h for a seed whose input is not detached. `told` gets the flag of `blend` before the backward."""
+    return _Guard.apply(h, told)  # type: ignore[no-any-return]
+
+
 def blend(h: Tensor, z: Tensor, alpha: Tensor, finite: Tensor, *, isolated: bool) -> Tensor:
     """What the host sees. `z`: `effective(...)`; `alpha`: fp32, no dimensions or one value per sample (first
     axis); `finite`: bool, no dimensions. The result has h's dtype."""

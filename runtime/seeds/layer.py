@@ -22,7 +22,7 @@ from runtime.driver import STICKY
 from runtime.seeds import incubation, traced
 from runtime.seeds.commands import Graft, GraftingStrategy
 from runtime.seeds.facts import Observer
-from runtime.seeds.grafting import Reading, blend
+from runtime.seeds.grafting import Reading, blend, guarded
 from runtime.seeds.lifecycle import LIVE, Fault, Lifecycle
 from runtime.seeds.seed import Seed, Spec, same_random
 from runtime.seeds.state import PROBE, StateTensor
@@ -265,9 +265,11 @@ class Site:
         if slot.id in held:
             alpha = torch.as_tensor(held[slot.id], dtype=torch.float32, device=h.device)
         graph = torch.is_grad_enabled() and (seed.learns or not isolated)
+        told: list[Tensor] = []
         with torch.set_grad_enabled(graph):
-            z = self._called(slot, h.detach() if isolated else h)
+            z = self._called(slot, h.detach() if isolated else guarded(h, told))
         finite = torch.isfinite(z.detach()).all()
+        told.append(finite)
         if not recomputing():
             self.state.device["fault"][slot.index].masked_fill_(~finite, int(Fault.NONFINITE))
         return blend(h, z, alpha, finite, isolated=isolated)
