@@ -58,8 +58,8 @@ SHORT_ROW = 16
 @dataclass(frozen=True)
 class Comparison:
     """`rmse_ratio`: own RMSE over eager's (0 when both are exact, inf when only eager is). `worst_margin`:
-    largest error in units of its bound (passes up to 1), at index `where`. `reason`: one sentence when it did
-    not pass.
+    largest error in units of its bound (passes up to 1), at index `where`; `rmse_margin`: own RMSE in
+    units of what is allowed. `reason`: one sentence when it did not pass.
     """
 
     passed: bool
@@ -67,6 +67,7 @@ class Comparison:
     worst_margin: float
     where: tuple[int, ...] | None
     reason: str = ""
+    rmse_margin: float = 0.0
 
 
 def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Tensor:
@@ -194,7 +195,7 @@ def _judge(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype
     elif worst > 1.0:
         found, off = float(result[where]), abs(float(result[where]) - float(fp64[where]))
         reason = f"element {list(where)} is off by {off:.3e}, {worst:.2f} x its bound ({found!r})"
-    return Comparison(not reason, ratio, worst, where, reason)
+    return Comparison(not reason, ratio, worst, where, reason, own / allowed)
 
 
 PIECE = 1 << 20

@@ -4,7 +4,9 @@ Where the exact result is what is left of a total cancellation (the gradient of 
 is zero), eager may hit it exactly while any other order of operations is off by roundings of the terms. So a
 result that the rule refuses is judged once more, with what one rounding of the inputs does to the float64
 result in the place of eager's error where that is larger: a result that is exact for inputs one rounding away
-is as good as any (backward stability; Higham, Accuracy and Stability of Numerical Algorithms, 1.5).
+is as good as any (backward stability; Higham, Accuracy and Stability of Numerical Algorithms, 1.5). One that
+was added up over K terms is exact for inputs about sqrt(K) roundings away (the same, ch. 3): to first order
+the error for one rounding, times sqrt(K).
 
 Where inf or NaN came in, what comes out may depend on how a composite is written: torch's group norm computes
 x a + (b - mean a), which is inf - inf for an infinite weight, where (x - mean) a + b is inf. There the
@@ -65,8 +67,9 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     if exact is not torchs and (found := compare(subject, recipe, row)).passed:
         return found
     error = torch.nan_to_num((eager.double() - exact).abs())
+    length = subject.accumulation(recipe.dims, gradient=label.startswith("d("))
     for shake in range(SHAKES):
-        moved = torch.nan_to_num((others.nearby(shake)[label] - exact).abs())
+        moved = torch.nan_to_num((others.nearby(shake)[label] - exact).abs() * math.sqrt(max(length, 1)))
         error = torch.maximum(error, moved)
     again = compare(
         subject, recipe, (label, got, exact, torch.where(torch.isfinite(exact), exact + error, exact))
@@ -113,7 +116,8 @@ def all_of(subject: Subject, recipe: Recipe, rows: Iterable[Row], others: Others
         found = judged(subject, recipe, row, others)
         if not found.passed:
             return Failed(
-                f"{row[0]} at {recipe}: {found.reason}", metrics=_finite({"margin": found.worst_margin})
+                f"{row[0]} at {recipe}: {found.reason}",
+                metrics=_finite({"margin": max(found.worst_margin, found.rmse_margin)}),
             )
         worst = max(worst, found.worst_margin)
         drift = max(drift, 0.0 if row[0].startswith("d(") else relative(row[1], row[2]))

@@ -17,7 +17,7 @@ from esper_ir.expand import expand
 from esper_ir.graph import Blueprint, Graph
 from esper_ir.types import TensorType
 from library import launch as launch_manifest
-from library.launch import DimSource, ExternStep, LaunchManifest, Plan, evaluate
+from library.launch import DimSource, ExternStep, Guard, LaunchManifest, Plan, evaluate
 from library.manifest import Container, blueprint_text
 from runtime import functions
 from runtime.code import load_code
@@ -202,6 +202,33 @@ class Subject:
                 }
         return {n for n in found if 1 < n < 1 << 20}
 
+    @cached_property
+    def regions(self) -> list[dict[str, int]]:
+        """Sizes at which, together, every plan and every variant of a kernel runs that small sizes reach: the
+        base sizes, then the smallest that bring a new one."""
+        base, seen = self.base_dims(), set[tuple[Any, ...]]()
+        tried = [{**base, name: size} for name in base for size in self.sizes(name)]
+        found = []
+        for dims in (base, *sorted(tried, key=self.elements)):
+            here = self._launched(dims)
+            if not here <= seen:
+                found.append(dims)
+                seen |= here
+        return found
+
+    def _launched(self, dims: Mapping[str, int]) -> set[tuple[Any, ...]]:
+        """(number of the plan, kernel) of everything that may be launched at these sizes."""
+        found: set[tuple[Any, ...]] = set()
+        for at, plan in enumerate(self.launch.plans):
+            if not all(b.low <= dims[b.dim] <= b.high for b in plan.bucket):
+                continue
+            found.add((at, ""))
+            for step in plan.steps:
+                if not isinstance(step, ExternStep):
+                    fitting = (v.kernel for v in step.variants if _holds(v.guard, dims))
+                    found.add((at, next(fitting, "")))
+        return found
+
     def base_dims(self) -> dict[str, int]:
         """The sizes that most cases use."""
         return dict(self._base)
@@ -342,6 +369,12 @@ def _nearest(dim: DimSource, size: int) -> int:
     step = dim.multiple_of
     least = -(-dim.min // step) * step
     return max(least, min(size, dim.max) // step * step)
+
+
+def _holds(guard: Guard, dims: Mapping[str, int]) -> bool:
+    """As far as sizes decide."""
+    divisible = all(evaluate(s, dims) % n == 0 for s, n in guard.divisible)
+    return divisible and all(evaluate(s, dims) <= most for s, most in guard.at_most)
 
 
 def _names(size: Any) -> set[str]:

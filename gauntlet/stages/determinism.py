@@ -7,18 +7,20 @@ import contextlib
 import ctypes
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gauntlet import arena, inputs
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
+from library.launch import Plan, evaluate
 
 REPEATS = 4
 THREADS = (1, 2, 3, 4)
-RACE_CALLS, RACE_SECONDS, QUICK_RACE_SECONDS = 200, 0.6, 0.2
-"""Two threads meet only now and then: calls per thread count, and the time after which it is enough."""
+RACE_CALLS, RACE_SECONDS, QUICK_RACE_SECONDS = 400, 0.6, 0.2
+"""Two threads meet only now and then: calls per thread count, and the processor seconds after which it is
+enough."""
 DIRT = 24
 STORM_US = 30
 _libc = ctypes.CDLL(None)
@@ -65,54 +67,85 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 
 
 def _repeated(context: Context, recipe: Recipe) -> Outcome:
-    subject = context.subject
-    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
-    again, first = 0, _results(context, recipe, values, flowing)
+    calls = _Calls(context, recipe)
+    again, first = 0, [t.clone() for t in calls.run(recipe.seed)]
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    began, enough = time.monotonic(), QUICK_RACE_SECONDS if context.quick else RACE_SECONDS
+    began, enough = time.process_time(), QUICK_RACE_SECONDS if context.quick else RACE_SECONDS
     for again in range(1, recipe.repeat):
-        if again > REPEATS and time.monotonic() - began > enough:
+        if again > REPEATS and time.process_time() - began > enough:
             break
         if again <= REPEATS:
-            _dirty(subject.device, recipe.seed + again)
-        with storm(recipe.threads > 1):
-            found = _results(context, recipe, values, flowing)
+            _dirty(context.subject.device, recipe.seed + again)
+        found = calls.run(recipe.seed + again)
         wrong = [at for at, (a, b) in enumerate(zip(first, found, strict=True)) if not arena.same_bits(a, b)]
         if wrong:
             share = int((arena.bits(first[wrong[0]]) != arena.bits(found[wrong[0]])).sum())
-            return Failed(f"repeat {again} gives other bits in result {wrong[0]} ({share} bytes)")
+            return Failed(f"repeat {again} gives other bits in result {wrong[0]} ({share} bytes) at {recipe}")
     return Passed({"repeats": again})
 
 
-def _results(
-    context: Context, recipe: Recipe, values: Mapping[str, Tensor], flowing: Sequence[Tensor | None]
-) -> list[Tensor]:
-    subject = context.subject
-    wanted = subject.launch.interface.differentiable
-    with context.launching():
-        out = subject.infer(values)
-        if wanted:
-            forward, saved = subject.forward(values)
-            out += [*forward, *subject.backward(saved, flowing, recipe.dims, wanted).values()]
-    return out
+class _Calls:
+    """A call without gradients, a forward and a backward, in memory that holds random bytes before each: what
+    a thread leaves out must not be found there from the call before."""
+
+    def __init__(self, context: Context, recipe: Recipe) -> None:
+        subject = self.subject = context.subject
+        self.context, self.recipe = context, recipe
+        self.dims = subject.dims_tuple(recipe.dims)
+        values = inputs.values(subject, recipe)
+        self.flowing = inputs.cotangents(subject, recipe)
+        self.ordered = [values[s.name] for s in subject.launch.interface.inputs]
+        wanted = subject.launch.interface.differentiable
+        phases = [("inference", ()), *([("forward", ()), ("backward", wanted)] if wanted else [])]
+        self.plans = [subject.program.plan_for(phase, self.dims, names) for phase, names in phases]
+        self.memory = [self._buffers(plan) for plan in self.plans]
+
+    def _buffers(self, plan: Plan) -> dict[int, Tensor]:
+        return {
+            number: torch.empty(
+                tuple(evaluate(s, self.recipe.dims) for s in buffer.shape),
+                dtype=getattr(torch, buffer.dtype),
+                device=self.subject.device,
+            )
+            for number, buffer in enumerate(plan.buffers)
+            if buffer.source not in ("input", "saved", "cotangent")
+        }
+
+    def run(self, seed: int) -> list[Tensor]:
+        """Outputs, outputs again, gradients; they are overwritten by the next run."""
+        out: list[Tensor] = []
+        feeds: list[Tensor | None] = list(self.ordered)
+        for plan, memory in zip(self.plans, self.memory, strict=True):
+            for number, tensor in memory.items():
+                arena.poison(tensor, seed + number)
+            with self.context.launching(), storm(self.recipe.threads > 1, seed % 2 == 1):
+                found = self.subject.program.run(plan, feeds, memory, self.dims)
+            count = len(plan.outputs) if plan.phase != "backward" else len(found)
+            out += found[:count]
+            if plan.phase == "forward":
+                feeds = [*found[count:], *self.flowing]
+        return out
 
 
 @contextlib.contextmanager
-def storm(wanted: bool) -> Iterator[None]:
-    """Interrupts the calling thread every few microseconds and makes it give up its processor: threads that
-    share what they should not then meet in the middle of things even on a busy machine. The handler is libc's
-    sched_yield itself.
+def storm(wanted: bool, others: bool = False) -> Iterator[None]:
+    """Interrupts the calling thread (or one of the `others`) every few microseconds and makes it give up its
+    processor: threads that share what they should not then meet in the middle of things even on a busy
+    machine. The handler is libc's sched_yield itself.
     """
     if not wanted:
         yield
         return
+    if others:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     before = _libc.signal(signal.SIGALRM, ctypes.cast(_libc.sched_yield, ctypes.c_void_p))
     try:
         _libc.setitimer(0, (ctypes.c_long * 4)(0, STORM_US, 0, STORM_US), None)
         yield
     finally:
         _libc.setitimer(0, (ctypes.c_long * 4)(0, 0, 0, 0), None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
         _libc.signal(signal.SIGALRM, ctypes.c_void_p(before))
 
 

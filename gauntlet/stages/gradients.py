@@ -19,6 +19,8 @@ from gauntlet.stages.numerics import odd_dims, sizes
 from gauntlet.subject import Subject
 
 DIRECTIONAL = "directional"
+CONSTANT = ("ones", "columns", "one-hot")
+"""Cotangents that are tried with every plan and variant, also in a hurry."""
 STEP = 1e-6
 SLACK = 16.0
 """Times the deviation that eager's own gradient shows, plus rounding of the dot product."""
@@ -42,9 +44,16 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
         yield replace(base, cotangent=cotangent, dims=odd_dims(subject), wanted=every[-1:])
+    for dims in subject.regions[1:]:
+        for wanted in dict.fromkeys(p.wanted for p in subject.plans("backward", dims)):
+            named = replace(base, dims=dims, wanted=tuple(n for n in every if n in wanted))
+            for cotangent in CONSTANT if context.quick else inputs.cotangent_kinds(subject):
+                yield replace(named, cotangent=cotangent)
+            for draw in ("ties",) if context.quick else ("ties", "zeros", "shifted", "uneven"):
+                yield replace(named, draw=draw)
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     for at, dims in enumerate(sizes(context)):
-        chosen = plans if not context.quick else [plans[at % len(plans)]] if at % 2 == 0 else []
+        chosen = plans if not context.quick else [plans[at % len(plans)]]
         for wanted in chosen:
             yield replace(base, dims=dims, wanted=tuple(n for n in every if n in wanted))
     yield replace(base, dims=subject.largest_dims())

@@ -20,6 +20,10 @@ from gauntlet.subject import Subject
 LAYOUT_REFUSALS = ("E0812", "E0821")
 RANGE_REFUSALS = ("E0813", "E0810")
 OUTSIDE = "outside"
+RESTS = 16
+"""Sizes in a row that every plan and variant is tried with: every rest of a division by up to so many."""
+TELLING = ("ties", "zeros", "special", "shifted")
+"""Draws that are tried with every plan and variant, also in a hurry."""
 
 
 def _recipes(context: Context) -> Iterator[Recipe]:
@@ -28,6 +32,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     yield base
     for draw in inputs.draws(subject, quick=context.quick):
         yield replace(base, draw=draw)
+    for dims in subject.regions[1:]:
+        for draw in TELLING if context.quick else inputs.draws(subject, quick=True):
+            yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)
     odd = odd_dims(subject)
@@ -47,14 +54,15 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 
 
 def sizes(context: Context) -> Iterator[dict[str, int]]:
-    """Every interesting size of each dim, the others as they are; then all small, and a few mixtures."""
+    """Every interesting size of each dim, the others as they are, and in every region `RESTS` sizes in a row;
+    then all small, and a few mixtures."""
     subject = context.subject
     base = subject.base_dims()
     for name in base:
         wanted = subject.sizes(name)
         if context.quick:
             wanted = [*wanted[:6], *wanted[6::4], *wanted[-1:]]
-        for size in dict.fromkeys(wanted):
+        for size in sorted({*wanted, *_in_a_row(subject, name, context.quick)}):
             yield {**base, name: size}
     yield subject.least_dims()
     if len(base) > 1:
@@ -64,6 +72,20 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
             mixed = {n: s[(7 * turn + 3 * i) % len(s)] for i, (n, s) in enumerate(spread.items()) if s}
             if subject.admits({**base, **mixed}, subject.swept):
                 yield {**base, **mixed}
+
+
+def _in_a_row(subject: Subject, name: str, quick: bool) -> Iterator[int]:
+    """From the smallest size of the dim in each region on; where 16 has to divide it, in steps of that."""
+    base = subject.base_dims()
+    starts = [1, *(dims[name] for dims in subject.regions[1:] if {**base, name: dims[name]} == dims)]
+    for at, start in enumerate(starts):
+        for step in (1,) if start % 16 else (1, 16):
+            rests = [start + step * i for i in range(RESTS + 1)]
+            for size in rests[:: 5 if quick and at else 1]:
+                if subject.nearest(name, size) == size and subject.admits(
+                    {**base, name: size}, subject.swept
+                ):
+                    yield size
 
 
 def odd_dims(subject: Subject) -> dict[str, int]:

@@ -22,6 +22,8 @@ DEAR = 1 << 18
 """Elements of the largest tensor beyond which one draw has to do."""
 FAR = 0.05
 """Relative root mean square distance from the right answer that makes an answer certainly wrong."""
+CLEAR = 4
+"""An answer also has to be so many times further off than eager is, of which the rule allows up to three."""
 VISIBLE = 64
 """Some element has to be off by so many times the smallest normal number of the type."""
 
@@ -58,8 +60,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         right, plain, other = (_some(t[name]) for t in (exact, eager, elsewhere))
         if wrong := accuracy.one(subject, recipe, (name, plain, right, plain)):
             return Failed(f"the rule refuses eager's own {name}: {wrong}")
+        share = max(FAR, CLEAR * accuracy.relative(plain, right))
         for label, answer in _wrong_answers(recipe, plain, other, values):
-            if not _far(answer, right):
+            if not _far(answer, right, share):
                 continue
             refused += 1
             if not accuracy.one(subject, recipe, (name, answer, right, plain)):
@@ -96,7 +99,7 @@ def _wrong_answers(
             yield f"a copy of {name}", value.reshape(-1)[: right.numel()].reshape(right.shape)
 
 
-def _far(answer: Tensor, right: Tensor) -> bool:
+def _far(answer: Tensor, right: Tensor, share: float) -> bool:
     """Far from the right answer as its own type can hold it: long chains may leave nothing above the smallest
     number of the type (1e-250, say), and then zeros are right."""
     if not right.is_floating_point():
@@ -108,7 +111,7 @@ def _far(answer: Tensor, right: Tensor) -> bool:
         return True
     off = a - b
     least = VISIBLE * torch.finfo(answer.dtype).smallest_normal
-    return float(off.norm()) > FAR * float(b.norm()) and bool((off.abs() > least).any())
+    return float(off.norm()) > share * float(b.norm()) and bool((off.abs() > least).any())
 
 
 @dataclass(frozen=True)

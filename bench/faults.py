@@ -1,0 +1,300 @@
+"""How many planted faults the gauntlet refuses, and how many clean artifacts it lets through.
+
+    python -m bench.faults [--count 320] [--seed 0] [--device cpu]      makes artifacts here and judges them
+    python -m bench.faults --make FOLDER --target h100                  only makes them, packed as FOLDER.tar
+    python -m bench.faults --from FOLDER --device cuda:0 --seconds 140  judges what was made elsewhere
+
+What is planted is drawn, by `seed`, evenly over the classes and the blocks of `tests/faults`. Every verdict
+is made by the same fork server, workers and stages as `esper-gauntlet bench`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import random
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench import results
+from esper_ir.discover import collect
+from gauntlet.isolate import ForkServer
+from gauntlet.runner import Judgement, judge
+from tests.faults import classes, corpus
+from tests.faults.fault import FaultClass, Mutant
+from tests.faults.table import bound
+
+COUNT, BLUEPRINTS, SUBTLE = 320, 40, 10.0
+DEAR = {"endless loop": 6}
+"""Mutants of classes whose every verdict takes seconds by nature: a launch that does not end is waited for,
+twice."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One artifact to judge: `kind` is empty for a clean one, `file` lies in the folder."""
+
+    kind: str
+    block: str
+    kernel: str
+    place: str
+    file: str
+    seed: int
+    subtle: bool = False
+
+
+def say(text: str) -> None:
+    click.echo(f"[{time.strftime('%H:%M:%S')}] {text}", err=True)
+
+
+# -- making
+
+
+def make(folder: Path, target: str, count: int, seed: int) -> list[Planted]:
+    """Compile every block, draw `count` mutants evenly over the classes, and write all artifacts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = {b.name: b for b in _blocks(target)}
+    chosen = draw(list(blocks.values()), count, seed)
+    planted: list[Planted] = []
+    for name, block in blocks.items():
+        planted += list(_written(folder, block, [m for at, m in chosen if at == name], seed))
+    clean = len([p for p in planted if p.kind])
+    each = -(-clean // len(blocks))
+    for name in blocks:
+        planted += [Planted("", name, "", "", f"{name}.artifact", seed + at) for at in range(each)]
+    random.Random(seed).shuffle(planted)
+    text = "".join(json.dumps(asdict(p)) + "\n" for p in planted)
+    (folder / "planted.jsonl").write_text(text, encoding="utf-8")
+    (folder / "commit").write_text(" ".join(map(str, results.commit())), encoding="utf-8")
+    return planted
+
+
+def _blocks(target: str) -> Iterator[corpus.Block]:
+    for data in corpus.blueprints():
+        yield corpus.compiled(data, target)
+
+
+def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """(block, mutant): as many of every class, over as many blocks as it has places in, half of them subtle
+    where there are such."""
+    kinds: dict[str, FaultClass] = collect(classes, "CLASSES")
+    rng = random.Random(seed)
+    found: dict[str, list[tuple[str, Mutant]]] = {}
+    for name, kind in kinds.items():
+        found[name] = _spread([(b.name, m) for b in blocks for m in kind.mutants(b)], rng)
+    left, out = count, []
+    for at, name in enumerate(sorted(found, key=lambda k: min(len(found[k]), DEAR.get(k, count)))):
+        share = min(-(-left // (len(found) - at)), len(found[name]), DEAR.get(name, count))
+        out += found[name][:share]
+        left -= share
+    return out
+
+
+def _spread(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[str, Mutant]]:
+    """In an order that any beginning of is spread over blocks, subtle and plain ones in turn."""
+    lanes: dict[tuple[bool, str], list[tuple[str, Mutant]]] = defaultdict(list)
+    for pair in pairs:
+        lanes[pair[1].subtle, pair[0]].append(pair)
+    for lane in lanes.values():
+        rng.shuffle(lane)
+    keys = sorted(lanes)
+    rng.shuffle(keys)
+    keys = [k for two in _in_turn([k for k in keys if k[0]], [k for k in keys if not k[0]]) for k in two]
+    out = []
+    while any(lanes.values()):
+        out += [lanes[key].pop() for key in keys if lanes[key]]
+    return out
+
+
+def _in_turn(one: list[Any], two: list[Any]) -> Iterator[list[Any]]:
+    for at in range(max(len(one), len(two))):
+        yield [*one[at : at + 1], *two[at : at + 1]]
+
+
+def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed: int) -> Iterator[Planted]:
+    """The block's own artifact and those of its mutants, whose kernels share one module."""
+    (folder / f"{block.name}.artifact").write_bytes(block.container)
+    texts = {f"{m.kernel}__{at}": _renamed(m, f"{m.kernel}__{at}") for at, m in enumerate(mutants) if m.text}
+    code = corpus.with_kernels(block, texts) if texts else None
+    for at, mutant in enumerate(mutants):
+        manifest = block.manifest
+        if mutant.launch is not None:
+            manifest["launch"] = mutant.launch
+        for kernel in manifest["launch"]["kernels"] if mutant.text else ():
+            kernel["entry"] = f"{mutant.kernel}__{at}" if kernel["name"] == mutant.kernel else kernel["entry"]
+        data = corpus.packed(block, manifest, code if mutant.text else None)
+        file = hashlib.sha256(data).hexdigest()[:24] + ".artifact"
+        (folder / file).write_bytes(data)
+        yield Planted(
+            mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle
+        )  # fmt: skip
+
+
+def _renamed(mutant: Mutant, entry: str) -> str:
+    return mutant.text.replace(f"{mutant.kernel}(", f"{entry}(")
+
+
+# -- judging
+
+
+def judged(
+    folder: Path, planted: Sequence[Planted], device: str, jobs: int, seconds: float, quick: bool
+) -> list[dict[str, Any]]:
+    """A row per artifact that was judged before the time was over; `jobs` at a time."""
+    servers: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
+    end, lock, rows = time.monotonic() + seconds, threading.Lock(), []
+
+    def one(case: Planted) -> None:
+        if time.monotonic() > end:
+            return
+        server = servers.get()
+        try:
+            data = (folder / case.file).read_bytes()
+            found = judge(data, device, server, quick=quick or not case.kind, seed=case.seed)
+        finally:
+            servers.put(server)
+        with lock:
+            rows.append(_row(case, found))
+            if bool(case.kind) != (found.passed is False):
+                say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
+            if len(rows) % 20 == 0:
+                say(f"{len(rows)} of {len(planted)}")
+
+    try:
+        for _ in range(jobs):
+            server = ForkServer()
+            server.start()
+            servers.put(server)
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, planted))
+    finally:
+        while not servers.empty():
+            servers.get().close()
+    return rows
+
+
+def _row(case: Planted, found: Judgement) -> dict[str, Any]:
+    stage = next((s for s in found.stages if s.outcome == "failed"), None)
+    margin = stage.metrics.get("margin") if stage else None
+    return {**asdict(case), "passed": found.passed, "stage": stage.name if stage else "", "margin": margin,
+            "reason": found.reason[:160], "seconds": round(found.seconds, 2)}  # fmt: skip
+
+
+# -- the document
+
+
+def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: str) -> dict[str, Any]:
+    """As a results file: caught and planted by class, those under ten times the bound, and the clean ones."""
+    faults, clean = [r for r in rows if r["kind"]], [r for r in rows if not r["kind"]]
+    missed = [r for r in faults if r["passed"] is not False]
+    refused = [r for r in clean if r["passed"] is not True]
+    kinds, names = sorted({r["kind"] for r in faults}), len({r["block"] for r in clean})
+    by_class = [_of_class(kind, [r for r in faults if r["kind"] == kind]) for kind in kinds]
+    figures = {
+        "faults_planted": results.figure(len(faults), "count", 300, at_least=True),
+        "faults_classes": results.figure(len(kinds), "count", 12, at_least=True),
+        "faults_missed": results.figure(len(missed), "count", 0),
+        "faults_missed_share_at_most_95": results.figure(bound(len(missed), len(faults)), "share", 0.01),
+        "classes_with_10_under_10x_the_bound": results.figure(
+            sum(c["under_10x"] >= 10 for c in by_class), "count"
+        ),
+        "clean_judged": results.figure(len(clean), "count", 300, at_least=True),
+        "clean_blueprints": results.figure(names, "count", BLUEPRINTS, at_least=True),
+        "clean_refused": results.figure(len(refused), "count", 0),
+        "clean_refused_share_at_most_95": results.figure(bound(len(refused), len(clean)), "share", 0.01),
+    }
+    wrong = [{k: r[k] for k in ("kind", "block", "kernel", "place", "reason")} for r in (*missed, *refused)]
+    notes = [f"seed {seed}; {len(rows)} of {asked} artifacts judged on {device} within the time given"]
+    return {**results.header("faults"), "rows": by_class, "figures": figures, "wrong": wrong, "notes": notes}
+
+
+def _of_class(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    stages = sorted({str(r["stage"]) for r in rows if r["stage"]})
+    near = [r for r in rows if isinstance(r["margin"], float) and r["margin"] < SUBTLE]
+    caught = sum(r["passed"] is False for r in rows)
+    return {"class": kind, "planted": len(rows), "caught": caught, "under_10x": len(near), "stages": stages,
+            "blueprints": len({r["block"] for r in rows})}  # fmt: skip
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """The table on standard error."""
+    for row in found["rows"]:
+        near = f"{row['under_10x']:3} under 10x the bound"
+        say(f"{row['class']:36} {row['caught']:3} of {row['planted']:3}, {near}")
+    for name, figure in found["figures"].items():
+        met = {None: "", True: "met", False: "MISSED"}[figure["met"]]
+        say(f"{name:40} {figure['value']:.5g} {met}")
+
+
+def pack(folder: Path) -> Path:
+    out = folder.with_suffix(".tar")
+    with tarfile.open(out, "w") as tar:
+        tar.add(folder, arcname=folder.name)
+    return out
+
+
+def run(
+    folder: Path | None, device: str, count: int, seed: int, jobs: int, seconds: float, quick: bool
+) -> dict[str, Any]:
+    """Judge what lies in the folder, or what is made for this processor now."""
+    with tempfile.TemporaryDirectory(prefix="esper-faults-") as made:
+        home = folder or Path(made)
+        if folder is None:
+            make(home, "cpu" if device == "cpu" else "auto", count, seed)
+        lines = (home / "planted.jsonl").read_text(encoding="utf-8").splitlines()
+        planted = [Planted(**json.loads(line)) for line in lines]
+        rows = judged(home, planted, device, jobs, seconds, quick)
+    return document(rows, len(planted), seed, device)
+
+
+def alone(folder: Path | None, out: Path, quick: bool) -> int:
+    """As a bench of `bench.harness`: on the card where there is one, what `--make` made for it. 1 when
+    something was misjudged."""
+    device = "cuda:0" if results.device_here().type == "cuda" else "cpu"
+    found = run(folder, device, COUNT, 0, max(2, (os.cpu_count() or 2) - 2), 7200.0, quick)
+    show(found)
+    say(f"written: {results.write(found, out)}")
+    return int(bool(found["wrong"]))
+
+
+@click.command()
+@click.option("--make", "made", type=click.Path(path_type=Path), help="Only make the artifacts, into FOLDER.")
+@click.option("--from", "folder", type=click.Path(path_type=Path), help="Judge what was made into FOLDER.")
+@click.option("--target", default="h100", show_default=True, help="With --make.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--count", default=COUNT, show_default=True, help="Faults; as many clean artifacts.")
+@click.option("--seed", default=0, show_default=True, help="Of what is drawn, and of the battery's values.")
+@click.option("--jobs", default=2, show_default=True, help="Judges at a time.")
+@click.option("--seconds", default=7200.0, show_default=True, help="Limit of the judging.")
+@click.option("--quick", is_flag=True, help="The short list of cases for faults too.")
+@click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
+def main(
+    made: Path | None, folder: Path | None, target: str, device: str, count: int, seed: int, jobs: int,
+    seconds: float, quick: bool, out: Path,
+) -> None:  # fmt: skip
+    """Plant faults, judge them and clean artifacts, write the results file. Exit 1 when one was misjudged."""
+    if made is not None:
+        planted = make(made, target, count, seed)
+        say(f"{sum(bool(p.kind) for p in planted)} faults of {len(planted)} artifacts: {pack(made)}")
+        return
+    found = run(folder, device, count, seed, jobs, seconds, quick)
+    show(found)
+    say(f"written: {results.write(found, out)}")
+    sys.exit(1 if found["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Faults of the launch plans: the kernels are right, and are launched wrongly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from tests.faults.corpus import Block
+from tests.faults.fault import FaultClass, Mutant
+from tests.faults.sites import added, stored
+
+Plan = dict[str, Any]
+
+
+def _edits(block: Block) -> Iterator[tuple[dict[str, Any], Plan, str]]:
+    """A fresh launch manifest for every plan, that plan in it, and its name."""
+    launch = block.manifest["launch"]
+    for at, plan in enumerate(launch["plans"]):
+        fresh = copy.deepcopy(launch)
+        name = f"plan {at} ({plan['phase']} {' '.join(plan['wanted'])})"
+        yield fresh, fresh["plans"][at], name
+
+
+def _kernels(plan: Plan) -> list[int]:
+    return [at for at, step in enumerate(plan["steps"]) if step["step"] == "kernel"]
+
+
+def _grids(block: Block) -> Iterator[Mutant]:
+    """One program too few where their number follows from the rows."""
+    for _, plan, _ in _edits(block):
+        for at in _kernels(plan):
+            for axis, size in enumerate(plan["steps"][at]["grid"]):
+                if not isinstance(size, int):
+                    fresh, own, name = _again(block, plan)
+                    own["steps"][at]["grid"][axis] = ["max", 1, ["sub", size, 1]]
+                    yield Mutant("grid too small", "", f"{name} step {at}", launch=fresh)
+
+
+def _again(block: Block, plan: Plan) -> tuple[dict[str, Any], Plan, str]:
+    return next((f, p, n) for f, p, n in _edits(block) if p == plan)
+
+
+def _steps(block: Block) -> Iterator[Mutant]:
+    """A kernel is not launched: what it should have written is stale."""
+    for _, plan, _ in _edits(block):
+        if len(plan["steps"]) < 2:
+            continue
+        for at in _kernels(plan):
+            fresh, own, name = _again(block, plan)
+            del own["steps"][at]
+            yield Mutant("stale workspace", "", f"{name} without step {at}", launch=fresh)
+
+
+def _order(block: Block) -> Iterator[Mutant]:
+    """A kernel runs before the one whose results it reads: as if nothing stood between them."""
+    for _, plan, _ in _edits(block):
+        for at in range(len(plan["steps"]) - 1):
+            first, second = plan["steps"][at], plan["steps"][at + 1]
+            if _written(block, first) & _touched(second):
+                fresh, own, name = _again(block, plan)
+                own["steps"][at : at + 2] = [second, first]
+                yield Mutant("missing barrier", "", f"{name} steps {at} and {at + 1}", launch=fresh)
+
+
+def _touched(step: dict[str, Any]) -> set[int]:
+    if step["step"] == "extern":
+        return {v["buffer"] for v in step["inputs"]}
+    return {a["value"] for a in step["args"] if a["kind"] == "buffer"}
+
+
+def _written(block: Block, step: dict[str, Any]) -> set[int]:
+    """Buffers that a step writes."""
+    if step["step"] == "extern":
+        return {v["buffer"] for v in step["outs"]}
+    places = stored(block, step["variants"][0]["kernel"])
+    return {step["args"][n]["value"] for n in places}
+
+
+def _swapped(block: Block) -> Iterator[Mutant]:
+    """Two arguments of one shape and type in each other's place; not where a sum takes both."""
+    for _, plan, _ in _edits(block):
+        for at in _kernels(plan):
+            args = plan["steps"][at]["args"]
+            places = [i for i, a in enumerate(args) if a["kind"] == "buffer"]
+            for i, j in zip(places, places[1:], strict=False):
+                one, two = (plan["buffers"][args[n]["value"]] for n in (i, j))
+                alike = (one["dtype"], one["shape"]) == (two["dtype"], two["shape"]) and args[i] != args[j]
+                names = [v["kernel"] for v in plan["steps"][at]["variants"]]
+                if alike and not any(added(block, kernel, i, j) for kernel in names):
+                    fresh, own, name = _again(block, plan)
+                    own["steps"][at]["args"][i], own["steps"][at]["args"][j] = args[j], args[i]
+                    yield Mutant("buffers swapped", "", f"{name} step {at} arguments {i}, {j}", launch=fresh)
+
+
+def _sizes(block: Block) -> Iterator[Mutant]:
+    """One row fewer than there are."""
+    for _, plan, _ in _edits(block):
+        for at in _kernels(plan):
+            for i, argument in enumerate(plan["steps"][at]["args"]):
+                if argument["kind"] == "size" and argument["value"] == "rows":
+                    fresh, own, name = _again(block, plan)
+                    own["steps"][at]["args"][i] = {"kind": "size", "value": ["max", 1, ["sub", "rows", 1]]}
+                    yield Mutant("wrong size", "", f"{name} step {at}", launch=fresh)
+
+
+def _forged(block: Block) -> Iterator[Mutant]:
+    """What the manifest says about a kernel is not what the machine code takes."""
+    launch = block.manifest["launch"]
+    for at, kernel in enumerate(launch["kernels"][:2]):
+        fresh = copy.deepcopy(launch)
+        fresh["kernels"][at]["entry"] = "nowhere"
+        yield Mutant("forged manifest", kernel["name"], "an entry that is not there", launch=fresh)
+        fresh = copy.deepcopy(launch)
+        fresh["interface"]["dims"][0]["max"] *= 2
+        yield Mutant("forged manifest", kernel["name"], "a wider range", launch=fresh)
+
+
+CLASSES = (
+    FaultClass("grid too small", _grids),
+    FaultClass("stale workspace", _steps),
+    FaultClass("missing barrier", _order),
+    FaultClass("buffers swapped", _swapped),
+    FaultClass("wrong size", _sizes),
+    FaultClass("forged manifest", _forged),
+)

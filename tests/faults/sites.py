@@ -1,0 +1,156 @@
+"""Places in a kernel's text where a value is loaded or stored, in C and in Triton alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from tests.faults.corpus import Block
+
+C_ARGUMENT = re.compile(r"(\w+) \*const (b\d+_\w+) = \*\(\w+ \*const \*\)args\[(\d+)\];")
+C_STORE = re.compile(r"(?P<b>b\d+_\w+)\[(?P<i>[^\]]+)\] = (?P<v>[^;]+);")
+C_LOAD = re.compile(r"const float (?P<t>t\d+) = (?P<v>(?:from_\w+\()?(?P<b>b\d+_\w+)\[(?P<i>[^\]]+)\]\)?);")
+C_REST = re.compile(r"for \(int64_t j = j0_\d+; j < cols; j\+\+\) \{.*?\n            \}", re.DOTALL)
+"""What is left of a row after whole vectors: nothing, where the length is a multiple of them."""
+T_STORE = re.compile(r"tl\.store\(p_(?P<n>\d+) \+ (?P<i>[^,\n]+), \((?P<v>v\d+)\)\.to\(tl\.(?P<d>\w+)\)")
+T_LOAD = re.compile(
+    r"(?P<t>(?:raw_|next_raw_)?v\d+) = "
+    r"(?P<v>tl\.load\(p_(?P<n>\d+) \+ (?P<i>[^,\n]+?)(?P<m>, mask=[^\n]*?)?\)"
+    r"(?P<c>\.to\(tl\.float32\))?)\n"
+)
+BITS = {"float": "float32", "uint16_t": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
+SMALL = {"float32": 2e-6, "bfloat16": 0.03}
+"""A relative error of two to eight times what rounding explains."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A load or a store of `kernel`: `argument` (its number), `roles` over all launches, `dtype` of the
+    buffer ("float32" or "bfloat16"), `index` and `value` as texts; `start` and `end` of the value; `name`:
+    the variable that a load defines, or that a store takes."""
+
+    block: Block
+    kernel: str
+    what: str
+    argument: int
+    roles: frozenset[str]
+    dtype: str
+    index: str
+    value: str
+    start: int
+    end: int
+    name: str
+
+    def put(self, value: str) -> str:
+        """The kernel's text with another float value here."""
+        text = self.block.texts[self.kernel]
+        if self.block.kind == "c" and self.what == "store" and self.dtype == "bfloat16":
+            value = f"high_half(round_bf16({value}))"
+        return text[: self.start] + value + text[self.end :]
+
+    def where(self, condition: str, then: str, other: str) -> str:
+        """A choice in the kernel's language."""
+        if self.block.kind == "c":
+            return f"(({condition}) ? ({then}) : ({other}))"
+        return f"tl.where({condition}, {then}, {other})"
+
+    def rows(self) -> str:
+        """The name of the number of rows inside the kernel; empty when it is not given."""
+        name = "n_rows" if self.block.kind == "c" else "rows"
+        text = self.block.texts[self.kernel]
+        known = f"{name} = " if self.block.kind == "c" else f", {name}):"
+        return name if known in text else ""
+
+    def element(self, at: int) -> str:
+        """Element number `at` of the same buffer, as a float."""
+        if self.block.kind == "c":
+            bare = f"{self.value.rpartition('(')[2].partition('[')[0]}[{at}]"
+            return f"from_bf16({bare})" if self.dtype == "bfloat16" else bare
+        return f"tl.load(p_{self.argument} + {at}).to(tl.float32)"
+
+
+def sites(block: Block, kernel: str) -> Iterator[Site]:
+    """Every one that the patterns know, in order of the text."""
+    text = block.texts[kernel]
+    roles = [frozenset(r) for r in block.roles(kernel)]
+    if roles:
+        yield from (_in_c if block.kind == "c" else _in_triton)(block, kernel, text, roles)
+
+
+def _in_c(block: Block, kernel: str, text: str, roles: list[frozenset[str]]) -> Iterator[Site]:
+    known = {m[2]: (int(m[3]), BITS.get(m[1], "")) for m in C_ARGUMENT.finditer(text)}
+    dead = [(m.start(), m.end()) for m in C_REST.finditer(text)]
+    for what, pattern in (("load", C_LOAD), ("store", C_STORE)):
+        for m in pattern.finditer(text):
+            at, dtype = known.get(m["b"], (-1, ""))
+            if at < 0 or not dtype or any(low <= m.start() < high for low, high in dead):
+                continue
+            found = partial(Site, block, kernel, what, at, roles[at], dtype, m["i"])
+            if what == "load":
+                yield found(m["v"], m.start("v"), m.end("v"), m["t"])
+            elif dtype == "float32" or m["v"].startswith("high_half("):
+                value = m["v"].removeprefix("high_half(").removesuffix(")") if dtype != "float32" else m["v"]
+                yield found(value, m.start("v"), m.end("v"), value)
+
+
+def _in_triton(block: Block, kernel: str, text: str, roles: list[frozenset[str]]) -> Iterator[Site]:
+    entry = text.index(f"def {kernel}(")
+    for m in T_LOAD.finditer(text, entry):
+        at = int(m["n"])
+        dtype = "bfloat16" if m["c"] else "float32"
+        span = (m.start("v"), m.end("v"))
+        yield Site(block, kernel, "load", at, roles[at], dtype, m["i"], m["v"], *span, m["t"])
+    for m in T_STORE.finditer(text, entry):
+        at, dtype = int(m["n"]), BITS.get(m["d"], "")
+        if dtype:
+            span = (m.start("v"), m.end("v"))
+            yield Site(block, kernel, "store", at, roles[at], dtype, m["i"], m["v"], *span, m["v"])
+
+
+def only_subtracted(block: Block, kernel: str) -> bool:
+    """Whether the kernel takes a maximum over rows (as softmax does, where it may be any other number)."""
+    body = block.texts[kernel].partition(f"{kernel}(")[2]
+    return "__builtin_inff()" in body or bool(re.search(r"tl\.reduce\([^\n]*_max", body))
+
+
+def stored(block: Block, kernel: str) -> set[int]:
+    """Numbers of the arguments that a kernel writes to."""
+    text = block.texts[kernel]
+    if block.kind == "triton":
+        return {int(m) for m in re.findall(r"tl\.store\(p_(\d+)", text)}
+    known = {m[2]: int(m[3]) for m in C_ARGUMENT.finditer(text)}
+    alias = {m[1]: m[2] for m in re.finditer(r"\*const (c\d+) = (b\d+_\w+)", text)}
+    named = re.findall(r"\b(b\d+_\w+|c\d+)\[[^\]]+\] = ", text)
+    return {known[alias.get(n, n)] for n in named if alias.get(n, n) in known}
+
+
+def added(block: Block, kernel: str, one: int, two: int) -> bool:
+    """Whether values of two arguments are terms of one sum somewhere in the kernel."""
+    text = block.texts[kernel]
+    names = [
+        [s.name for s in sites(block, kernel) if s.what == "load" and s.argument == at] for at in (one, two)
+    ]
+    pairs = [(a, b) for a in names[0] for b in names[1]]
+    return any(re.search(rf"\b({a}\)* \+ \(*{b}|{b}\)* \+ \(*{a})\b", text) for a, b in pairs)
+
+
+def of_role(block: Block, what: str, *roles: str) -> Iterator[Site]:
+    """Loads or stores of buffers that are one of `roles` in every launch: what a caller sees or gives."""
+    for kernel in block.texts:
+        for site in sites(block, kernel):
+            named = site.what == what and site.roles <= set(roles)
+            if named and not ("output" in roles and _private(block, site)):
+                yield site
+
+
+def _private(block: Block, site: Site) -> bool:
+    """An "output" buffer of a forward plan that is only kept for the backward."""
+    for plan in block.manifest["launch"]["plans"]:
+        for step in plan["steps"]:
+            if site.kernel in [v["kernel"] for v in step.get("variants", ())]:
+                number = step["args"][site.argument]["value"]
+                if number not in (*plan["outputs"], *plan["gradients"]):
+                    return True
+    return False
