@@ -100,7 +100,7 @@ COMPILE_S=${COMPILE_S:-$((BLOCKS_S * 45 / 100))}
 step "$BLOCKS_S" blocks $HARNESS blocks --seconds $((BLOCKS_S - 20)) --compile-seconds "$COMPILE_S" \
     --limit "${BLOCK_S:-120}" --peers "${PEERS:-$WORK/peers}" ${SIZES:+--sizes "$SIZES"} ${MODES:+--modes "$MODES"} \
     ${MAX_EVERYWHERE:+--all-max}
-step "${BITS_S:-50}" bits $HARNESS bits
+step "${BITS_S:-50}" bits $HARNESS bits --seconds "${BITS_S:-50}"
 step "${EXTRA_S:-0}" extra "$PYTHON" ${EXTRA:-}
 
 # The newest tests first, dealt out over the cards; a card's own comes first, so that tests of two find a second.

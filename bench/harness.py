@@ -25,7 +25,7 @@ import torch
 
 from bench import bits, faults, figures, host, load, peers, results, whole
 from bench.blocks import SIZES, Block, Sizes, available
-from bench.crew import Crew, Job, Means, end_well, say
+from bench.crew import MIN_S, Crew, Job, Means, end_well, say
 from bench.measure import QUICK, Effort, ceilings
 from bench.prepare import HOST_BLOCK, REPEATED, compile_all
 from bench.training import MODELS
@@ -212,13 +212,23 @@ def models(run: Run) -> dict[str, Any]:
 
 
 def digests(run: Run) -> dict[str, Any]:
-    rows = [
-        row
-        for block in run.blocks()
-        for size in run.sizes(block)
-        for row in bits.rows(run.library, block, size, run.options["unproven"])
-    ]
-    return run.document("bits", rows=rows, figures=bits.figures(rows))
+    """The sizes that are small first, and what there was time for."""
+    jobs = [(block, sizes) for block in run.blocks() for sizes in run.sizes(block)]
+    jobs.sort(key=lambda job: sum(_elements(*job)))
+    rows: list[dict[str, Any]] = []
+    done: list[str] = []
+
+    def document() -> dict[str, Any]:
+        left = sorted({f"{block.name} {block.size_label(sizes)}" for block, sizes in jobs} - set(done))
+        return run.document("bits", rows=rows, figures=bits.figures(rows), left_out=left)
+
+    end_well(lambda: results.write(document(), run.options["out"]))
+    for block, sizes in jobs:
+        if run.left() < MIN_S:
+            break
+        rows += bits.rows(run.library, block, sizes, run.options["unproven"])
+        done.append(f"{block.name} {block.size_label(sizes)}")
+    return document()
 
 
 DO = {"blocks": blocks, "host": hosts, "load": loads, "bits": digests, "runtime": runtimes, "models": models}

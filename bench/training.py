@@ -124,6 +124,8 @@ class Trained:
         if way in (COMPILE, INSIDE):
             self.called = torch.compile(self.plain, dynamic=False)
         self.optimizer = self._optimizer()
+        # A few batches in turn, so that there is something to learn.
+        self.batches = [model.data(device, seed) for seed in range(4)]
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.plain.parameters(), RATE, fused=self.device.type == "cuda")
@@ -145,8 +147,7 @@ class Trained:
                 for weight in self.plain.parameters():
                     noise = 2 * torch.rand(weight.shape, generator=generator).to(weight.device) - 1
                     weight.add_(weight * noise * torch.finfo(weight.dtype).eps)
-        # A few batches in turn, so that there is something to learn.
-        losses = [self.step(self.model.data(self.device, at % 4)) for at in range(CURVE)]
+        losses = [self.step(self.batches[at % len(self.batches)]) for at in range(CURVE)]
         return [float(loss) for loss in losses]
 
 
@@ -159,12 +160,13 @@ def run(job: dict[str, Any], tell: Callable[..., None]) -> None:
     model = next(m for m in MODELS[which] if m.name == job["model"])
     with Library.open(job["library"], create=False, readonly=True) as library:
         ready = Trained(model, way, lambda m: _swap(m, which, model, job, library), device)
-        batch, begin = model.data(device, 0), time.perf_counter()
+        batch, begin = ready.batches[0], time.perf_counter()
         ready.step(batch)
         _wait(device)
         first = time.perf_counter() - begin
         losses = ready.curve()
         moved = [ready.curve(seed) for seed in range(1, PERTURBED + 1)] if way == EAGER else []
+        ready.start, ready.batches = {}, []  # not memory of a training step
         tell("ready", losses=losses, moved=moved, first_step_s=first)
         _until(Path(job["go"]))
         with Turn(Path(job["turn_lock"])).held() if job.get("turn_lock") else nullcontext():

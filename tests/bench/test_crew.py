@@ -14,7 +14,20 @@ from typing import Any
 import pytest
 from torch._inductor.runtime import benchmarking
 
-from bench import crew, figures, harness, measure, merge, peers, results, shard, turns, waterfall, worker
+from bench import (
+    bits,
+    crew,
+    figures,
+    harness,
+    measure,
+    merge,
+    peers,
+    results,
+    shard,
+    turns,
+    waterfall,
+    worker,
+)
 from bench.blocks import SIZES, named
 from bench.crew import Crew, Job, Means
 from bench.flops import of_call
@@ -242,6 +255,22 @@ def test_kernels_that_miss_their_share_are_named() -> None:
     rows = [{**step, "share": 0.95}, {**step, "share": 0.5}, {**step, "floor_ms": 0.001, "share": 0.1}]
     found = figures._kernels(rows)["memory_bound_kernels_under_90_percent"]
     assert (found["value"], found["over"], found["which"]) == (1, 2, ["b forward s 0.50"])
+
+
+def test_bits_that_are_declared_to_vary_break_no_promise() -> None:
+    base = {
+        "block": "b",
+        "size": "1",
+        "determinism": bits.DETERMINISTIC,
+        "repeatable": True,
+        "digests": {"y": "0"},
+    }
+    free = {"determinism": "library-nondeterministic", "repeatable": False, "digests": {"y": "1"}}
+    found = bits.figures([base, {**base, **free, "block": "c"}, {**base, "digests": {"y": "2"}}])
+    assert found["bits_not_repeatable"]["met"] and found["bits_vary_as_declared"]["value"] == 1
+    assert found["bits_differ_between_paths"]["which"] == ["b 1"]
+    broken = bits.figures([{**base, "repeatable": False}])
+    assert broken["bits_not_repeatable"]["which"] == ["b 1"]
 
 
 def test_words_of_options() -> None:
