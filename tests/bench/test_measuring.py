@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,38 @@ def test_a_graphed_step_is_its_replay():
     found = one.graphed(("b",))
     assert found.wall == {"a": dev, "b": wall} and found.host == {"a": dev, "b": host}
     assert found.dev == {"a": dev} and one.graphed().row("b")["wall_ms"] is None
+
+
+def test_the_way_on_a_card(monkeypatch: pytest.MonkeyPatch):
+    """Without one: what is captured, and that everything timed is timed while the card is held."""
+    inside: list[str] = []
+    depth = [0]
+
+    @contextmanager
+    def held() -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def timed(what: str, us: float) -> Any:
+        def time(work: Any, **options: Any) -> dict[str, Timing]:
+            assert depth[0] == 1
+            inside.append(f"{what} {' '.join(work)}")
+            return {name: Timing((us,) * 3) for name in work}
+
+        return time
+
+    monkeypatch.setattr(measure.timing, "wall_times", timed("once", 1e4))
+    monkeypatch.setattr(measure.timing, "device_times", timed("device", 20.0))
+    monkeypatch.setattr(measure.timing, "host_times", timed("host", 5.0))
+    monkeypatch.setattr(measure.timing, "captured", lambda fn: (fn, fn() != "not"))
+    work = {"a": lambda: "", "b": lambda: "not", "c": lambda: ""}
+    effort = measure.Effort(repeats=2)
+    found = measure.measured(work, effort, torch.device("cuda"), "fb", held=held, graphs=("c",))
+    assert inside == ["once a b c", *["device a b c"] * 2, "host a b c", *["device a"] * 2, "host a"]
+    assert set(found.wall) == {"a", "b", "c"} and set(found.dev) == set(found.replay) == {"a"}
+    graphed = found.graphed(("c",))
+    assert set(graphed.wall) == {"a", "c"} and graphed.row("c")["host_us"] == 5.0
 
 
 def test_long_calls_have_fewer_rounds():
