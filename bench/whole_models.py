@@ -106,9 +106,15 @@ class Bench:
                 count = model.batch * model.rows
                 row |= {k: v for k, v in timed.items() if k != "kind"}
                 row |= {"counted": model.counted, "per_s": 1e3 * count / timed["wall_ms"]}
-            why = [line["why"] for line in lines if "why" in line]
-            rows.append({"correct": False, **row, **({"why": why[0][-300:]} if why else {})})
+            why = [_last_said(line["why"]) for line in lines if "why" in line]
+            rows.append({"correct": False, **row, **({"why": why[0]} if why else {})})
         return rows
+
+
+def _last_said(text: str) -> str:
+    """The line of a traceback that names the error."""
+    told = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+    return told[-1][:300] if told else text[:300]
 
 
 def _first(lines: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:

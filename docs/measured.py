@@ -31,10 +31,21 @@ def tables(folder: Path = RESULTS) -> str:
     for where in (True, False):  # on cards, then on processors
         here = [d for d in found if (d["card"] != "cpu") is where]
         parts += block_table([d for d in here if d["bench"] == "blocks"])
+        parts += charts(folder, [d for d in here if d["bench"] == "blocks"])
         parts += model_table([d for d in here if d["bench"] == "models"])
     newest = {(d["bench"], d["card"]): d for d in found}
     parts += [_figures(d) for _, d in sorted(newest.items()) if d.get("figures")]
     return "\n".join(parts)
+
+
+def charts(folder: Path, found: list[dict[str, Any]]) -> list[str]:
+    """What bench.report has drawn, a picture per card."""
+    named = {name_of(document).split()[0].lower(): document["card"] for document in found}
+    return [
+        f"![every block on {card}, beside its peers](bench/results/{short}.svg)\n"
+        for short, card in sorted(named.items())
+        if (folder / f"{short}.svg").exists()
+    ]
 
 
 def name_of(document: dict[str, Any]) -> str:

@@ -1,0 +1,43 @@
+"""The README's tables: the newest run of each block, the run named where runs differ, misses kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docs import measured
+
+
+def put(folder: Path, day: int, card: str, rows: list[dict[str, Any]]) -> None:
+    head = {"bench": "blocks", "card": card, "commit": str(day) * 40, "date": f"2026-01-0{day}T00:00:00Z"}
+    document = {**head, "versions": {"torch": "2"}, "rows": rows, "figures": {}}
+    (folder / f"{day}.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def row(block: str, impl: str, ms: float | None, **more: Any) -> dict[str, Any]:
+    base = {"block": block, "size": "1", "dtype": "bfloat16", "phase": "fb", "mode": "plain", "floor_ms": 0.5}
+    return {**base, "impl": impl, "wall_ms": ms, "dev_ms": ms, "correct": ms is not None, **more}
+
+
+def test_one_run_is_named_once(tmp_path: Path) -> None:
+    assert "No measurement" in measured.tables(tmp_path)
+    put(tmp_path, 1, "NVIDIA H200", [row("a", "eager", 2.0), row("a", "esper-fast", 1.0)])
+    told = measured.tables(tmp_path)
+    assert "| block | floor | esper-fast | eager |" in told and "commit 1111111" in told
+    assert "| a 1 bfloat16 | 0.500 | 1.000 / 1.000 | 2.000 / 2.000 |" in told and ".svg" not in told
+    (tmp_path / "h200.svg").touch()
+    assert "(bench/results/h200.svg)" in measured.tables(tmp_path)
+
+
+def test_each_block_is_from_the_newest_run_that_has_it(tmp_path: Path) -> None:
+    put(tmp_path, 1, "NVIDIA H200", [row("a", "esper-fast", 1.0), row("b", "esper-fast", 3.0)])
+    late = [row("a", "esper-fast", 2.0), row("a", "liger", None, why="stopped after 9 s")]
+    put(tmp_path, 2, "NVIDIA H100 80GB HBM3", [*late, row("b", "esper-fast", None, why="no time")])
+    put(tmp_path, 3, "cpu", [row("a", "esper-fast", 9.0)])
+    lines = measured.tables(tmp_path).splitlines()
+    assert "| a 1 bfloat16 | 0.500 | 2.000 / 2.000 | stopped after 9 s | H100 2222222 |" in lines
+    assert "| b 1 bfloat16 | 0.500 | 3.000 / 3.000 | - | H200 1111111 |" in lines  # the later run has no time
+    assert "| a 1 bfloat16 | 0.500 | 9.000 / 9.000 |" in lines  # processors have a table of their own
+    wrong = row("a", "esper-fast", 1.0, correct=False)
+    assert measured.cell(wrong) == "wrong" and measured.cell(None) == "-"
