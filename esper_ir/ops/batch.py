@@ -29,10 +29,11 @@ from esper_ir.opdef import (
 from esper_ir.ops.convolution import FORMAT
 from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.reduction import count, only
-from esper_ir.ops.rules import ONE, accept, same, tensor
+from esper_ir.ops.rules import ONE, accept, numel, same, tensor
 from esper_ir.types import TensorType
 
 Types = Sequence[TensorType | Number]
+LEAST_RUN = 32  # elements
 
 
 def _axis(x: TensorType, attrs: Attrs) -> int:
@@ -70,23 +71,52 @@ def _dims(x: Val, attrs: Attrs) -> tuple[int, ...]:
 
 
 def _mean(emit: Emit, value: Val, x: Val, attrs: Attrs) -> Val:
-    dims = _dims(x, attrs)
-    total = emit("sum", value, dims=dims, keepdim=True)
-    return emit("div", total, count(emit, x.type, dims, total.type.dtype))
+    return _average(emit, value, x.type, _dims(x, attrs))
+
+
+def _average(emit: Emit, value: Val, x: TensorType, dims: Sequence[int]) -> Val:
+    total = emit("sum", value, dims=tuple(dims), keepdim=True)
+    return emit("div", total, count(emit, x, dims, total.type.dtype))
+
+
+def statistics(emit: Emit, x: Val, at: int) -> tuple[Val, Val]:
+    """(mean, variance) of each channel, axis `at`, in the compute type, the other axes kept at size 1.
+
+    Where every channel's elements of an image are a run of memory, mean and variance of each run come first:
+    with equal counts the variance of the whole is the mean of the variances plus the variance of the means
+    (Chan, Golub and LeVeque 1979), and the tensor is read once. Else two passes.
+    """
+    wide, run = up(emit, x), _run(x.type, at)
+    rest = tuple(i for i in range(x.type.rank) if i != at and i not in run)
+    if not run:
+        mean = _average(emit, wide, wide.type, rest)
+        away = emit("sub", wide, mean)
+        return mean, _average(emit, emit("mul", away, away), wide.type, rest)
+    means = _average(emit, wide, wide.type, run)
+    away = emit("sub", wide, means)
+    spread = _average(emit, emit("mul", away, away), wide.type, run)
+    mean = _average(emit, means, means.type, rest)
+    off = emit("sub", means, mean)
+    return mean, _average(emit, emit("add", spread, emit("mul", off, off)), means.type, rest)
+
+
+def _run(x: TensorType, at: int) -> tuple[int, ...]:
+    """The axes behind the channels, unless there are so few elements that their statistics are no less."""
+    axes = tuple(range(at + 1, x.rank))
+    size = numel([x.shape[i] for i in axes]).static
+    return () if size is not None and size < LEAST_RUN else axes
 
 
 def _normalised(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> tuple[Val, Val]:
-    """(x_hat, 1 / sigma): two passes over the batch, or the statistics given."""
+    """(x_hat, 1 / sigma), with the statistics of the batch or those given."""
     x = only(inputs)
     x32 = up(emit, x)
     if attrs["training"]:
-        centred = emit("sub", x32, _mean(emit, x32, x, attrs))
-        variance = _mean(emit, emit("mul", centred, centred), x, attrs)
+        mean, variance = statistics(emit, x, _axis(x.type, attrs))
     else:
         mean, variance = (_wide(emit, val(v), x, attrs) for v in inputs[1:3])
-        centred = emit("sub", x32, mean)
     rstd = emit("rsqrt", emit("add", variance, attrs["eps"]))
-    return emit("mul", centred, rstd), rstd
+    return emit("mul", emit("sub", x32, mean), rstd), rstd
 
 
 def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:

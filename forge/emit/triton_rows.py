@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
-from forge.plan import INDEX, Load, Reduce, RowTile, Stmt, Store, phases
+from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases, picked
 from forge.plan import Phase as Sweep
 
 VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
@@ -22,6 +24,11 @@ def rows(k: Kernel, tile: RowTile) -> None:
         _whole(k, tile, whole)
     else:
         _swept(k, tile)
+
+
+def _row_mask(k: Kernel, tile: RowTile) -> dict[str, str]:
+    """No mask where the grid has as many programs as there are rows."""
+    return {} if tile.rows_per_program == 1 and not tile.programs else {"r": "row_ok"}
 
 
 def _blocks(k: Kernel, tile: RowTile) -> str | None:
@@ -80,7 +87,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
     head = _blocks(k, tile)
     if head is None:
         _row_lines(k, tile, "0")
-        _block(k, work, {"r": "row_ok", **col_mask}, folded)
+        _block(k, work, {**_row_mask(k, tile), **col_mask}, folded)
         return
     loads = _ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
@@ -160,48 +167,96 @@ def _swept(k: Kernel, tile: RowTile) -> None:
 
 
 def _sweeps(k: Kernel, tile: RowTile) -> None:
-    w, kept = k.w, {"r": "row_ok"}
+    w, kept = k.w, _row_mask(k, tile)
     before, sweeps = phases(k.plan)
     outer = k.row_indices("row")
     for s in before:
         statement(k, s, [*outer, "0"], kept)
     for sweep in sweeps:
-        for r in sweep.reduces:
+        sums = tuple(r for r in sweep.reduces if not _pick(k, r, outer, kept))
+        for r in sums:
             shape = f"[{tile.block_rows}, {tile.block_cols}]"
             w.line(
                 f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
                 f" {TRITON_TYPE[k.dtypes[r.name]]})"
             )
-        _sweep(k, tile, sweep, outer)
-        for r in sweep.reduces:
+        full = sweep.full if sums == sweep.reduces else needed(k.plan, k.axes, {r.arg for r in sums})
+        if full:
+            _sweep(k, tile, replace(sweep, full=full, reduces=sums), outer)
+        for r in sums:
             w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine]}, keep_dims=True)")
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)
 
 
+def _pick(k: Kernel, r: Reduce, outer: list[str], kept: dict[str, str]) -> bool:
+    """The value at one column instead of a sum of zeros and that value: the same bits, and one load a row.
+    False where the sum is another one.
+    """
+    found = picked(k.plan, r)
+    if found is None:
+        return False
+    value, column = found
+    chain = needed(k.plan, k.axes, {value})
+    if any(isinstance(s, Load) and s.row for s in chain):
+        return False
+    at, cols = f"at_{r.name}", dim_text(k.plan.cols)
+    k.w.line(f"{at} = {column}.to({k.index_type})")
+    k.w.line(f"hit_{r.name} = ({at} >= 0) & ({at} < {cols})")
+    own = {s.name: f"{s.name}_at_{r.name}" for s in chain if not isinstance(s, Store)}
+    for name, other in own.items():
+        k.axes[other], k.dtypes[other] = k.axes[name], k.dtypes[name]
+    for s in chain:
+        if isinstance(s, Load):
+            statement(k, replace(s, name=own[s.name]), [*outer, at], {**kept, "c": f"hit_{r.name}"})
+        elif isinstance(s, Compute):
+            made = replace(s, name=own[s.name], args=tuple(own.get(a, a) for a in s.args))
+            statement(k, made, [*outer, at], kept)
+    k.w.line(f"{r.name} = tl.where(hit_{r.name}, {own[value]}, 0.0) + 0.0")
+    return True
+
+
 def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     """One pass over the columns of the rows, a block at a time; with `prefetch` the next block is under way
-    while one is worked on.
+    while one is worked on. Only the last block, where it is not full, has masks along the columns.
     """
-    w, cols = k.w, dim_text(k.plan.cols)
-    masks = {"r": "row_ok", "c": f"(col < {cols})"}
+    w, block = k.w, tile.block_cols
+    last = f"(col < {dim_text(k.plan.cols)})"
     loads = _ahead(k, list(sweep.full)) if tile.prefetch else []
+    kept = _row_mask(k, tile)
     if loads:
-        w.line(f"col = tl.arange(0, {tile.block_cols})[None, :]")
-        _fetch(k, loads, "", masks)
-    with w.block(f"for start in tl.range(0, {cols}, {tile.block_cols}):"):
-        w.line(f"col = start + tl.arange(0, {tile.block_cols})[None, :]")
-        if loads:
-            w.line(f"next_col = col + {tile.block_cols}")
-            _fetch(k, loads, "next_", {**masks, "c": f"(next_col < {cols})"}, ("row", "next_col"))
-        for s in sweep.full:
-            if s in loads:
-                assert isinstance(s, Load)
-                w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
-            else:
-                statement(k, s, [*outer, "col"], masks)
-        for r in sweep.reduces:
-            value = masked(r.arg, k.mask("rc", masks), identity(r.combine, k.dtypes[r.name]))
-            w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
-        for s in loads:
-            w.line(f"raw_{s.name} = next_raw_{s.name}")
+        w.line(f"col = tl.arange(0, {block})[None, :]")
+        _fetch(k, loads, "", {**kept, "c": last})
+    for start, stop, whole in _spans(k, block):
+        with w.block(f"for start in tl.range({start}, {stop}, {block}):"):
+            w.line(f"col = start + tl.arange(0, {block})[None, :]")
+            if loads and whole:
+                w.line(f"next_col = col + {block}")
+                _fetch(k, loads, "next_", {**kept, "c": f"(next_{last[1:]}"}, ("row", "next_col"))
+            _columns(k, sweep, loads, [*outer, "col"], kept if whole else {**kept, "c": last})
+            if whole:
+                for s in loads:
+                    w.line(f"raw_{s.name} = next_raw_{s.name}")
+
+
+def _spans(k: Kernel, block: int) -> list[tuple[str, str, bool]]:
+    """(first column, end, whether blocks are full) of the loops of a sweep."""
+    cols = dim_text(k.plan.cols)
+    if k.plan.cols.static is None:
+        full = f"({cols} // {block} * {block})"
+        return [("0", full, True), (full, cols, False)]
+    full = k.plan.cols.static // block * block
+    spans = [("0", str(full), True), (str(full), cols, False)]
+    return [s for s in spans if s[0] != s[1]]
+
+
+def _columns(k: Kernel, sweep: Sweep, loads: list[Load], index: list[str], masks: dict[str, str]) -> None:
+    """The work of a sweep on one block of columns; `loads` are there already."""
+    for s in sweep.full:
+        if isinstance(s, Load) and s in loads:
+            k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
+        else:
+            statement(k, s, index, masks)
+    for r in sweep.reduces:
+        value = masked(r.arg, masks.get("c", ""), identity(r.combine, k.dtypes[r.name]))
+        k.w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")

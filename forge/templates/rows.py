@@ -196,7 +196,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
     if not col_reduce and _across(accesses):
         reads, writes = _streams(given, accesses)
-        wide = 64 if not row_reduce or writes else 256 if reads == 1 else 128
+        most = 128 if row_reduce and reads <= 2 and not writes else 64
+        wide = min(most, next_pow2(max(cols, 1))) if row_reduce else 64
         return RowTile(64, 64, wide, 8, reverse=given.reverse, prefetch=row_reduce)
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
@@ -212,7 +213,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     if not col_reduce:
         block = max(min(TILE // wide, 64), 1)
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
-        return RowTile(block, block, wide, warps, reverse=given.reverse)
+        ahead = not whole and _streams(given, accesses)[0] <= 2
+        return RowTile(block, block, wide, warps, reverse=given.reverse, prefetch=ahead)
     rows = _rows_of(given, space)
     block, warps = _both_axes(wide)
     programs = max(min(-(-rows // block), PROGRAMS * max(4096 // wide, 1)), 1)
@@ -233,7 +235,8 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
     """
     cols, rows = space[-1].value(given.sizes), _rows_of(given, space)
     reads, writes = _streams(given, accesses)
-    light = (reads + writes == 1 or reads == 2) and _work(given) <= LIGHT
+    words = sum(accesses[at].dtype.itemsize for at in _full(accesses) & _loaded(given)) // 4
+    light = (reads + writes == 1 or reads == 2) and words <= 1 and _work(given) <= LIGHT
     block = min((8 if light else 4) * 256 // min(wide, 256), next_pow2(rows))
     warps = max(wide // 256, 1)
     if any(a.windows for a in accesses):
@@ -249,13 +252,20 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
 
 def _streams(given: RowsInput, accesses: list[Access]) -> tuple[int, int]:
     """Operands that are read, and results that are written, for every row and column."""
-    full = {
+    stores = {s.access for s in given.body.stmts if isinstance(s, Store)}
+    return len(_full(accesses) & _loaded(given)), len(_full(accesses) & stores)
+
+
+def _loaded(given: RowsInput) -> set[int]:
+    return {s.access for s in given.body.stmts if isinstance(s, Load)}
+
+
+def _full(accesses: list[Access]) -> set[int]:
+    """Numbers of the accesses to every row and column."""
+    return {
         at for at, a in enumerate(accesses)
         if a.buffer != INDEX and a.strides[-1] != ZERO and any(s != ZERO for s in a.strides[:-1])
     }  # fmt: skip
-    loads = {s.access for s in given.body.stmts if isinstance(s, Load)}
-    stores = {s.access for s in given.body.stmts if isinstance(s, Store)}
-    return len(full & loads), len(full & stores)
 
 
 def _work(given: RowsInput) -> int:

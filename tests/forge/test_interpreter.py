@@ -47,8 +47,52 @@ ONE_BY_ONE = {
     "nodes": [{"id": "y", "op": "matmul", "inputs": ["x", "w"]}],
     "outputs": ["y"],
 }
+
+
+def block(x: list[int | str], *nodes: dict[str, Any], **params: list[int]) -> dict[str, Any]:
+    """A blueprint of one bfloat16 input whose result is y."""
+    leaf = {"dtype": "bfloat16"}
+    return {
+        "format": "esper-blueprint/1",
+        "name": "block",
+        "dims": {"n": {"min": 1, "max": 64, "tune": [3]}},
+        "inputs": {"x": {**leaf, "shape": x}},
+        "params": {k: {**leaf, "shape": v, "init": {"kind": "ones"}} for k, v in params.items()},
+        "nodes": [*nodes],
+        "outputs": ["y"],
+    }
+
+
+def group_norm(channels: int) -> dict[str, Any]:
+    norm = {"id": "h", "op": "group_norm", "inputs": ["x", "w", "b"], "attrs": {"num_groups": 3}}
+    return block(
+        ["n", 12, 5, 60], norm, {"id": "y", "op": "silu", "inputs": ["h"]}, w=[channels], b=[channels]
+    )
+
+
+BATCH = {"id": "h", "op": "batch_norm", "inputs": ["x", "w", "b"], "attrs": {"data_format": "NHWC"}}
+POOLED = {"id": "m", "op": "mean", "inputs": ["x"], "attrs": {"dims": [1], "keepdim": True}}
+CASES |= {
+    "group norm": {"blueprint": group_norm(12), "dims": {"n": 2}},
+    # Rows in turn, values of a column made once a program.
+    "batch norm": {
+        "blueprint": block(["n", 40, 40, 3], BATCH, {"id": "y", "op": "relu", "inputs": ["h"]}, w=[3], b=[3]),
+        "dims": {"n": 3},
+    },
+    # Columns that no program holds: full blocks, loaded ahead, and a last one that is not full.
+    "softmax of long rows": {
+        "blueprint": block(["n", 17000], {"id": "y", "op": "softmax", "inputs": ["x"]}), "dims": {"n": 2},
+    },
+    "sums along a strided axis": {
+        "blueprint": block(["n", 300, 70], POOLED, {"id": "y", "op": "mul", "inputs": ["x", "m"]}),
+        "dims": {"n": 2},
+    },
+    "cross entropy of long rows": {
+        "path": "examples/cross_entropy.json", "sizes": {"32000": 17000}, "dims": {"rows": 3},
+    },
+}  # fmt: skip
 RANDOM["a product of one by one"] = {"blueprint": ONE_BY_ONE, "dims": {"rows": 5}}
-PROGRAMS = 100
+PROGRAMS = 150
 
 
 @pytest.fixture(scope="module")

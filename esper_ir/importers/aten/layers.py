@@ -9,6 +9,8 @@ from typing import Any
 from esper_ir.builder import Value
 from esper_ir.importers.aten.contraction import _batched, _numbers
 from esper_ir.importers.context import Context, Rule, Scalar, each, static, unsupported
+from esper_ir.ops.batch import statistics
+from esper_ir.ops.reduction import count as counted
 from esper_ir.types import Dim
 
 ONE = Dim.of(1)
@@ -156,16 +158,11 @@ def _batch_norm(
 
 def _statistics(b: Context, x: Value) -> tuple[Value, Value]:
     """Mean and unbiased variance per channel, written as `batch_norm` expands: computed once."""
-    dims = tuple(i for i in range(x.type.rank) if i != 1)
-    wide = b.cast(x, x.type.dtype.compute)
-    count = ONE
-    for d in dims:
-        count = count * x.type.shape[d]
-    size = float(count.static) if count.static is not None else b.size(count, wide.type.dtype)
-    mean = b.op("div", b.op("sum", wide, dims=dims, keepdim=True), size)
-    centred = b.op("sub", wide, mean)
-    squares = b.op("sum", b.op("mul", centred, centred), dims=dims, keepdim=True)
-    variance = b.op("div", squares, size)
+    emit: Any = b.op  # values of the builder have what those of operator records have
+    image: Any = x
+    found: Any = statistics(emit, image, 1)
+    mean, variance = found
+    size: Any = counted(emit, x.type, [i for i in range(x.type.rank) if i != 1], variance.type.dtype)
     channels = x.type.shape[1:2]
     less = max(size - 1.0, 0.0) if isinstance(size, float) else b.op("sub", size, 1.0)
     unbiased = b.op("div", b.op("mul", b.reshape(variance, channels), size), less)
