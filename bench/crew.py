@@ -170,6 +170,9 @@ class Crew:
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            **(
+                {"OMP_NUM_THREADS": "2"} if self.means.cards else {}
+            ),  # many processes, and the work is not there
         }
 
 

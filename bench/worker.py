@@ -198,10 +198,12 @@ def _reason(error: BaseException) -> str:
 
 
 def prepare(work: Work, library: Library) -> None:
-    """Compiles and compares everything, a line as each is ready."""
+    """Compiles and compares everything, a line as each is ready. Ours after those that do not take minutes:
+    if it brought the card's context down, they would still be there."""
     with work.held():
         against = truth(work.block.blueprint, work.block.fn, work.args, work.cotangent)
-    for name in (OURS, *work.job["impls"]):
+    quick = [name for name in work.job["impls"] if name != peers.MAX]
+    for name in (*quick, OURS, *(name for name in work.job["impls"] if name == peers.MAX)):
         work.tell("trying", impl=name)
         impl = work.add(name, library)
         if impl:
