@@ -76,16 +76,17 @@ def compile_repeated(target: str, library: Library) -> str:
 def compile_models(which: str, target: str, library: Library) -> dict[str, dict[str, Any]]:
     """What `runtime.swap` puts into the whole models; one artifact may stand for several modules."""
     made: dict[str, dict[str, Any]] = {}
+    modules: dict[str, list[str]] = {}  # the same blueprint stands for several
+    for key, blueprint in model_blueprints(which).items():
+        modules.setdefault(json.dumps(blueprint), []).append(key)
     with tempfile.TemporaryDirectory(prefix="esper-models-") as folder:
-        for at, (key, blueprint) in enumerate(model_blueprints(which).items()):
+        for at, (document, keys) in enumerate(modules.items()):
             path = Path(folder, f"{at}.json")
-            path.write_text(json.dumps(blueprint), encoding="utf-8")
+            path.write_text(document, encoding="utf-8")
             for found in compile_file(path, targets=(target,), library=library):
-                facts = made.setdefault(
-                    found.artifact_id, {**_facts(blueprint["name"], found), "modules": []}
-                )
-                facts["modules"].append(key)
-                click.echo(f"{key}: {found.artifact_id} {found.seconds['total']:.1f} s", err=True)
+                name = json.loads(document)["name"]
+                made[found.artifact_id] = {**_facts(name, found), "modules": keys}
+                click.echo(f"{name}: {found.artifact_id} {found.seconds['total']:.1f} s", err=True)
     return made
 
 
