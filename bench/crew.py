@@ -223,7 +223,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def end_well(last: Callable[[], None]) -> None:
+def end_well(last: Callable[[], object]) -> None:
     """A time limit on this process takes its children along and writes what is there."""
 
     def end(number: int, frame: FrameType | None) -> None:
