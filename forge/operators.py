@@ -7,7 +7,17 @@ from typing import Any
 from esper_ir.expand import expand
 from esper_ir.graph import Graph
 from esper_ir.graphbuilder import GraphBuilder
-from esper_ir.opdef import ByExpansion, Composite, Contraction, NotDifferentiable, Opaque, OpDef, Operand
+from esper_ir.opdef import (
+    ByExpansion,
+    Composite,
+    Contraction,
+    Lookup,
+    NotDifferentiable,
+    Opaque,
+    OpDef,
+    Operand,
+    Scan,
+)
 from esper_ir.registry import OPS
 from esper_ir.types import TensorType
 from forge.target import Target, targets
@@ -58,7 +68,10 @@ def _lowering(parts: tuple[str, ...], target: Target) -> str:
     found: dict[str, None] = {}
     for name in parts:
         low = OPS[name].lowering
-        if isinstance(low, Opaque):
+        ours = isinstance(low, Lookup) or name == "embedding_grad"
+        if isinstance(low, Scan) or (ours and target.kind != "cpu"):
+            found["kernel"] = None
+        elif isinstance(low, Opaque):
             found[f"call {low.template}"] = None
         elif isinstance(low, Contraction):
             found["product" if target.contractions == "template" else "call mm"] = None

@@ -17,6 +17,7 @@ from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
 from forge.passes.fold import fold
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
+from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
@@ -49,7 +50,7 @@ def check(work: Work) -> Work:
             )
     findings = (*verify(work.blueprint), *analyse(work.blueprint, graph, work.target))
     deny(findings, work.denied)
-    return replace(work, graph=graph, findings=findings)
+    return replace(work, graph=pools_called(graph) if work.target.kind == "cpu" else graph, findings=findings)
 
 
 def canonicalise(work: Work) -> Work:

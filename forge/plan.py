@@ -68,6 +68,11 @@ class Access:
         moving = {axis for axis, stride in enumerate(self.strides) if stride != Dim()}
         return frozenset(moving | {w.axis for w in self.windows})
 
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """Every size that its address or its bounds depend on."""
+        return (*self.strides, self.offset, *(w.size for w in self.windows), *(self.table or ()))
+
     def letters(self) -> str:
         """The same as "r" (some axis but the last) and "c" (the last)."""
         last = len(self.strides) - 1

@@ -40,7 +40,9 @@ from esper_ir.ops.pooling import (
     pooled,
     resolver,
     window,
+    window_cost,
 )
+from esper_ir.ops.reach import MOST, at_place, numbered, taps
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, tensor
 from esper_ir.types import Dim, DType, TensorType
@@ -59,26 +61,12 @@ def _spans(attrs: Attrs) -> tuple[int, ...]:
 def eligible(attrs: Attrs) -> bool:
     """Windows without gaps whose places fit into a byte, and few enough elements to write out."""
     close = all(d == 1 for d in attrs["dilation"])
-    return close and prod(attrs["kernel"]) <= 32 and prod(_spans(attrs)) <= 255
+    return close and prod(attrs["kernel"]) <= MOST and prod(_spans(attrs)) <= 255
 
 
 def _weights(attrs: Attrs) -> tuple[int, ...]:
     spans = _spans(attrs)
     return tuple(prod(spans[i + 1 :]) for i in range(len(spans)))
-
-
-def _taps(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """All offsets, the last axis fastest."""
-    out: list[tuple[int, ...]] = [()]
-    for size in sizes:
-        out = [(*o, k) for o in out for k in range(size)]
-    return out
-
-
-def _numbered(emit: Emit, at: int, rank: int, size: Dim) -> Val:
-    """Positions along an axis, of a shape that broadcasts."""
-    numbers = emit("arange", end=size, dtype=DType.int32)
-    return emit("reshape", numbers, shape=tuple(size if i == at else ONE for i in range(rank)))
 
 
 def _code(emit: Emit, places: Sequence[Place], weights: Sequence[int]) -> Place:
@@ -89,18 +77,6 @@ def _code(emit: Emit, places: Sequence[Place], weights: Sequence[int]) -> Place:
             scaled = place if weight == 1 else emit("mul", place, weight)
             total = scaled if total == 0 and isinstance(total, int) else emit("add", scaled, total)
     return total
-
-
-def _at(
-    emit: Emit, x: Val, axis: int, mul: int, add: int, div: int, size: Dim, outside: str = "zero"
-) -> Val | None:  # fmt: skip
-    """A window, or the one element where the result has one position; None where that lies outside."""
-    if size != ONE:
-        return emit("window", x, dim=axis, mul=mul, add=add, div=div, size=size, outside=outside)
-    place, whole = add // div, x.type.shape[axis].static
-    if place < 0 or whole is None or place >= whole:
-        return None
-    return x if whole == 1 else emit("slice", x, dim=axis, start=place, end=place + 1)
 
 
 # Maxima.
@@ -125,11 +101,11 @@ def _expand(rank: int) -> Any:
         shape = pooled(x.type, rank, attrs).shape
         best: Val | None = None
         chosen = _beginning(emit, attrs, axes, shape, weights)
-        for tap in _taps(attrs["kernel"]):
+        for tap in taps(attrs["kernel"]):
             value: Val | None = x
             for axis, k, stride, pad in zip(axes, tap, attrs["stride"], attrs["padding"], strict=True):
                 if value is not None:
-                    value = _at(emit, value, axis, stride, k - pad, 1, shape[axis], "least")
+                    value = at_place(emit, value, axis, stride, k - pad, 1, shape[axis], "least")
             if value is None or best is None:
                 best = value if best is None else best
                 continue
@@ -151,7 +127,7 @@ def _beginning(
         if shape[axis] == ONE or pad == 0:
             places.append(pad)
             continue
-        number = _numbered(emit, axis, len(shape), shape[axis])
+        number = numbered(emit, axis, len(shape), shape[axis])
         places.append(emit("maximum", emit("sub", pad, emit("mul", number, stride)), 0))
     code = _code(emit, places, weights)
     if isinstance(code, int):
@@ -214,7 +190,7 @@ def _expand_gradient(rank: int) -> Any:
         size, axes, weights = tuple(attrs["size"]), axes_of(rank, attrs), _weights(attrs)
         spans = [-(-k // s) for k, s in zip(attrs["kernel"], attrs["stride"], strict=True)]
         total: Val | None = None
-        for tap in _taps(spans):
+        for tap in taps(spans):
             given: Val | None = g
             chosen: Val | None = places
             own: list[Place] = []
@@ -222,8 +198,8 @@ def _expand_gradient(rank: int) -> Any:
             for axis, back, stride, pad in numbers:
                 add = pad - back * stride
                 if given is not None and chosen is not None:
-                    given = _at(emit, given, axis, 1, add, stride, size[axis])
-                    chosen = _at(emit, chosen, axis, 1, add, stride, size[axis])
+                    given = at_place(emit, given, axis, 1, add, stride, size[axis])
+                    chosen = at_place(emit, chosen, axis, 1, add, stride, size[axis])
                 own.append(_own(emit, axis, rank + 2, size[axis], stride, pad, back))
             if given is None or chosen is None:
                 continue
@@ -243,7 +219,7 @@ def _own(emit: Emit, axis: int, rank: int, size: Dim, stride: int, pad: int, bac
         return pad % stride + back * stride
     if stride == 1:
         return back
-    number = _numbered(emit, axis, rank, size)
+    number = numbered(emit, axis, rank, size)
     moved = emit("add", number, pad) if pad else number
     place = emit("remainder", moved, stride)
     return emit("add", place, back * stride) if back else place
@@ -282,14 +258,14 @@ def _family(rank: int) -> tuple[OpDef, ...]:
             name=name, infer=_infer(rank), reference=_reference(rank), vjp=_vjp(rank),
             lowering=Composite(_expand(rank)), arity=(1, 1), params=params, resolve=resolver(rank),
             samples=tuple(Sample((TensorType.of(d, x),), a) for d, x, _, a in ROWS[rank]),
-            doc=f"max_pool{rank}d with the places of the maxima in their windows",
+            cost=window_cost, doc=f"max_pool{rank}d with the places of the maxima in their windows",
         ),
         OpDef(
             name=f"{name}_grad", infer=_infer_gradient(rank), reference=_gradient_reference(rank),
             vjp=NotDifferentiable("second derivatives of a max pool are not implemented"),
             lowering=Composite(_expand_gradient(rank)), arity=(2, 2), params=(*params, SIZE),
             resolve=resolver(rank), samples=_gradient_samples(rank),
-            doc=f"gradient of max_pool{rank}d from (cotangent, places)",
+            cost=window_cost, doc=f"gradient of max_pool{rank}d from (cotangent, places)",
         ),
     )  # fmt: skip
 

@@ -27,6 +27,8 @@ from esper_ir.opdef import (
     Wanted,
 )
 from esper_ir.ops.convolution import FORMAT, SIZE, sized
+from esper_ir.ops.means import few, mean, mean_gradient
+from esper_ir.ops.reach import MOST
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import accept, same, tensor
 from esper_ir.ops.volume import tuned
@@ -127,7 +129,7 @@ def _whole(x: TensorType, attrs: Attrs) -> None:
             raise EsperError("E0204", f"the window {attrs['kernel']} does not fit into {x}")
 
 
-def _cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
+def window_cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
     out = outputs[0].numel
     for size in attrs["kernel"]:
         out = out * size
@@ -199,7 +201,7 @@ def _vjp_max(rank: int) -> Any:
 
 def _expand_max(rank: int) -> Any:
     def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
-        close = all(d == 1 for d in attrs["dilation"]) and prod(attrs["kernel"]) <= 32
+        close = all(d == 1 for d in attrs["dilation"]) and prod(attrs["kernel"]) <= MOST
         spans = [-(-k // s) * s for k, s in zip(attrs["kernel"], attrs["stride"], strict=True)]
         kind = "placed" if close and prod(spans) <= 255 else "with_indices"
         return emit.many(f"max_pool{rank}d_{kind}", inputs[0], **attrs)[:1]
@@ -252,15 +254,34 @@ def _infer_avg_gradient(rank: int) -> Any:
     return infer
 
 
-def _vjp_avg(rank: int) -> Any:
+def _vjp_avg(rank: int, part: str) -> Any:
     def vjp(
         emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
     ) -> Cotangents:
         if cotangents[0] is None or not wanted[0]:
             return [None]
-        return [emit(f"avg_pool{rank}d_grad", cotangents[0], size=only(inputs).type.shape, **attrs)]
+        return [emit(f"avg_pool{rank}d{part}_grad", cotangents[0], size=only(inputs).type.shape, **attrs)]
 
     return vjp
+
+
+def _expand_avg(rank: int) -> Any:
+    def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+        x, axes = only(inputs), axes_of(rank, attrs)
+        if not few(attrs):
+            return (emit(f"avg_pool{rank}d_whole", x, **attrs),)
+        return mean(emit, x, axes, pooled(x.type, rank, attrs).shape, attrs)
+
+    return expand
+
+
+def _expand_avg_gradient(rank: int) -> Any:
+    def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+        if not few(attrs):
+            return (emit(f"avg_pool{rank}d_whole_grad", inputs[0], **attrs),)
+        return mean_gradient(emit, inputs, axes_of(rank, attrs), tuple(attrs["size"]), attrs)
+
+    return expand
 
 
 def _vjp_avg_gradient(rank: int) -> Any:
@@ -328,33 +349,44 @@ def _family(rank: int) -> tuple[OpDef, ...]:
         OpDef(
             name=name, infer=_infer(rank, False), reference=lambda i, a: _max_reference(rank)(i, a)[:1],
             vjp=ByExpansion(), lowering=Composite(_expand_max(rank)), samples=_samples(max_rows),
-            arity=(1, 1), params=dilated, resolve=resolver(rank), cost=_cost,
+            arity=(1, 1), params=dilated, resolve=resolver(rank), cost=window_cost,
             doc=f"torch.nn.functional.{name}",
         ),
         OpDef(
             name=f"{name}_with_indices", infer=_infer(rank, True), reference=_max_reference(rank),
             vjp=_vjp_max(rank), lowering=Opaque(name), samples=_samples(max_rows), arity=(1, 1),
-            params=dilated, resolve=resolver(rank), cost=_cost,
+            params=dilated, resolve=resolver(rank), cost=window_cost,
             doc=f"torch.nn.functional.{name} with the positions of the maxima",
         ),
         OpDef(
             name=f"{name}_grad", infer=_infer_max_gradient(rank), reference=_max_gradient_reference(rank),
             vjp=NotDifferentiable("second derivatives of a max pool are not implemented"),
             lowering=Opaque(f"{name}_grad"), samples=_max_gradient_samples(max_rows), arity=(3, 3),
-            params=dilated, resolve=resolver(rank), cost=_cost,
+            params=dilated, resolve=resolver(rank), cost=window_cost,
             doc=f"gradient of {name} from (cotangent, operand, positions)",
         ),
-        OpDef(
-            name=f"avg_pool{rank}d", infer=_infer(rank, False), reference=_avg_reference(rank),
-            vjp=_vjp_avg(rank), lowering=Opaque(f"avg_pool{rank}d"), arity=(1, 1), samples=means,
-            params=plain, resolve=resolver(rank), cost=_cost, doc=f"torch.nn.functional.avg_pool{rank}d",
+        *(
+            OpDef(
+                name=f"avg_pool{rank}d{part}", infer=_infer(rank, False), reference=_avg_reference(rank),
+                vjp=_vjp_avg(rank, part), lowering=low, arity=(1, 1), samples=means, params=plain,
+                resolve=resolver(rank), cost=window_cost, doc=f"torch.nn.functional.avg_pool{rank}d{note}",
+            )
+            for part, low, note in (
+                ("", Composite(_expand_avg(rank)), ""),
+                ("_whole", Opaque(f"avg_pool{rank}d"), ", of windows of many elements"),
+            )
         ),
-        OpDef(
-            name=f"avg_pool{rank}d_grad", infer=_infer_avg_gradient(rank),
-            reference=_avg_gradient_reference(rank), vjp=_vjp_avg_gradient(rank),
-            lowering=Opaque(f"avg_pool{rank}d_grad"), samples=_samples(rows, True), arity=(1, 1),
-            params=(*plain, SIZE), resolve=resolver(rank), cost=_cost,
-            doc=f"gradient of avg_pool{rank}d from its cotangent",
+        *(
+            OpDef(
+                name=f"avg_pool{rank}d{part}_grad", infer=_infer_avg_gradient(rank),
+                reference=_avg_gradient_reference(rank), vjp=_vjp_avg_gradient(rank), lowering=low,
+                samples=_samples(rows, True), arity=(1, 1), params=(*plain, SIZE), resolve=resolver(rank),
+                cost=window_cost, doc=f"gradient of avg_pool{rank}d from its cotangent{note}",
+            )
+            for part, low, note in (
+                ("", Composite(_expand_avg_gradient(rank)), ""),
+                ("_whole", Opaque(f"avg_pool{rank}d_grad"), ", of windows of many elements"),
+            )
         ),
     )  # fmt: skip
 

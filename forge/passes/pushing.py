@@ -13,7 +13,7 @@ from typing import Any
 
 from esper_ir.graph import Graph, Node
 from esper_ir.graphbuilder import GraphBuilder, replay
-from esper_ir.opdef import Operand, Pointwise, Val
+from esper_ir.opdef import Creation, Operand, Pointwise, Val
 from esper_ir.registry import OPS
 from esper_ir.scalar import Prim, walk
 from esper_ir.types import Dim, DType
@@ -22,7 +22,7 @@ from forge.views import movement
 
 ONE = Dim.of(1)
 CHEAP = frozenset(
-    "neg abs add sub mul maximum minimum eq ne lt le gt ge and or xor not where isnan sign".split()
+    "neg abs add sub mul div maximum minimum eq ne lt le gt ge and or xor not where isnan sign".split()
 )
 STEPS = 6  # operators between the window and the leaves
 LEAVES = 2  # of the size of the result
@@ -71,9 +71,21 @@ def _small(value: str, made: Mapping[str, Node], movable: set[str], graph: Graph
         if name in movable:
             seen.add(name)
             stack += made[name].tensors
+        elif _is_number(name, graph):
+            return False
         elif len(graph.types[name].shape) == len(graph.types[value].shape):
             leaves.add(name)
     return len(seen) <= STEPS and len(leaves) <= LEAVES
+
+
+def _is_number(name: str, graph: Graph) -> bool:
+    """Positions, or one number for many elements: of these there are no windows in memory."""
+    maker = graph.by_output.get(name)
+    while maker is not None and movement(maker):
+        maker = graph.by_output.get(maker.tensors[0])
+    if maker is None or not isinstance(OPS[maker.op].lowering, Creation):
+        return False
+    return any(size != ONE for size in graph.types[name].shape)
 
 
 @dataclass
@@ -117,6 +129,8 @@ class _Pusher:
         for step, size in zip(steps, sizes, strict=True):
             for mask in self._within(dict(step), size, len(kind.shape)):
                 inside = mask if inside is None else emit("logical_and", inside, mask)
+        if value.type.shape != kind.shape:  # one position read by all
+            value = emit("expand", value, shape=kind.shape)
         if inside is None:
             return value
         if dict(steps[0])["outside"] == "zero" or not kind.dtype.is_floating:

@@ -152,7 +152,7 @@ def lower(first: Half, second: Half, link: str) -> Lowered:
     head = KernelPlan("head", head_space, tuple(head_accesses), stmts, tile, (), spec)
     chain = Chain(head, _new(link), b, precision(second.node))
     walked = (*accesses, *head_accesses, spec.a, spec.b, b)
-    used = symbols(m, r, n, spec.k, *(s for x in walked for s in (*x.strides, x.offset)))
+    used = symbols(m, r, n, spec.k, *(s for x in walked for s in x.dims))
     wide = far(second.given, space, r) or far(first.given, head_space, spec.k)
     body = tuple(second.given.body.stmts)
     plan = KernelPlan(first.given.name, space, tuple(accesses), body, tile, used, wide=wide, chain=chain)

@@ -84,7 +84,7 @@ def _plan(
     spec: MatmulSpec,
 ) -> KernelPlan:  # fmt: skip
     walked = (*accesses, spec.a, spec.b)
-    used = symbols(*space, spec.k, *(s for x in walked for s in (*x.strides, x.offset)))
+    used = symbols(*space, spec.k, *(s for x in walked for s in x.dims))
     return KernelPlan(
         given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=far(given, space, spec.k)
     )

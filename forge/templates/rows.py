@@ -147,7 +147,7 @@ def _launch(
     given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], stmts: list[Stmt],
     tile: RowTile | PointTile | SumTile, programs: Dim, columns: Dim = ONE, suffix: str = "",
 ) -> Launch:  # fmt: skip
-    used = symbols(*space, *(s for a in accesses for s in (*a.strides, a.offset)))
+    used = symbols(*space, *(s for a in accesses for s in a.dims))
     plan = KernelPlan(
         given.name + suffix,
         space,
@@ -165,8 +165,9 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
     for access in accesses:
         reach = ONE + access.offset
-        for size, stride in zip(space, access.strides, strict=True):
-            reach = reach + size * stride
+        for axis, (size, stride) in enumerate(zip(space, access.strides, strict=True)):
+            window = access.window(axis)
+            reach = reach + (size if window is None else window.size) * stride
         if access.table is not None:
             reach = reach + access.table[0] * access.table[1]
         high = reach.bounds(ranges)[1]

@@ -30,14 +30,10 @@ def lower(given: RowsInput) -> Lowered:
     for size in space[:-2]:
         rows = rows * size
     programs = ceildiv(rows, tile.block) if space[-1] == ONE else rows * ceildiv(space[-1], tile.block)
-    used = symbols(*space, *(d for a in accesses for d in _sizes(a)))
+    used = symbols(*space, *(d for a in accesses for d in a.dims))
     wide = _wide(given, space, accesses)
     plan = KernelPlan(given.name, space, tuple(accesses), tuple(given.body.stmts), tile, used, wide=wide)
     return Lowered("scan", (Launch(plan, (size_of(programs), 1, 1)),))
-
-
-def _sizes(access: Access) -> tuple[Dim, ...]:
-    return (*access.strides, access.offset, *(w.size for w in access.windows))
 
 
 def _three_sided(given: RowsInput) -> tuple[tuple[Dim, ...], list[Access]]:

@@ -172,6 +172,24 @@ def test_a_maximum_over_windows_is_one_kernel(name: str, around: bool) -> None:
     check(parsed(data), {}, "cpu", "c")
 
 
+MEANS: dict[str, dict[str, Any]] = {
+    "overlapping": {}, "same size": {"count_include_pad": False}, "gaps": {"divisor_override": 3},
+    "partly outside": {}, "unlike axes": {"count_include_pad": False}, "whole": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_windows_is_one_kernel(name: str) -> None:
+    shape, attrs = POOLS[name]
+    data = document("avg_pool2d", shape, "bfloat16", {**attrs, **MEANS[name]})
+    work = check(parsed(data), {}, "h100")
+    assert not calls(work)
+    # Shares of windows that hold unlike counts are worked out before they are added up.
+    most = 1 if name in ("overlapping", "gaps", "whole") else 2
+    assert all(len(low.plan.steps) <= most for low in work.lowerings)
+    check(parsed(data), {}, "cpu", "c")
+
+
 def test_places_of_maxima_are_those_of_torch() -> None:
     """Of equal ones the first, of NaN the last, and the first element of a window that holds only -inf."""
     shape, attrs = [1, 1, 7, 7], {"kernel": [3], "stride": [2], "padding": [1]}
