@@ -119,11 +119,18 @@ class Board:
     def _events(self) -> Table:
         table = Table(title="what happened", title_justify="left", show_header=False, box=None)
         for event in self.latest:
-            facts = event.get("facts", {})
-            told = facts.get("text") or ", ".join(f"{k} {short(v)}" for k, v in facts.items())
+            told = told_of(event.get("facts", {}))
             where = printable(str(event.get("slot", "")))
-            table.add_row(f"{event.get('epoch')}", str(event.get("kind")), where, printable(str(told))[:160])
+            table.add_row(f"{event.get('epoch')}", str(event.get("kind")), where, printable(told)[:110])
         return table
+
+
+def told_of(facts: Mapping[str, Any]) -> str:
+    """The facts of an event in one line: a move as a move, anything else by name."""
+    if "source" in facts and "target" in facts:
+        why = facts.get("reason")
+        return f"{facts['source']} -> {facts['target']}" + (f": {why}" if why else "")
+    return ", ".join(f"{k} {short(v)}" for k, v in facts.items())
 
 
 def short(value: Any) -> str:
