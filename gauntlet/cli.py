@@ -168,10 +168,13 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
                     "artifact_id": record.id,
                     "state": record.state,
                     "verdict": verdict.to_json() if verdict else None,
+                    "annotation": opened.annotation(record.id),
                 }
             )
             return
         click.echo(f"{record.id}  {record.name}  {record.state}")
+        if tagged := opened.annotation(record.id).get("generated_tags"):
+            click.echo(f"  {' '.join(tagged)}")
         if verdict is None:
             click.echo(f"no verdict yet: esper-gauntlet bench {record.id}")
             return
@@ -183,6 +186,48 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
                 click.echo(f"           {key} = {value}")
             if stage["case"]:
                 click.echo(f"           esper-gauntlet replay {stage['case'][:16]}")
+
+
+@main.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@library_option
+@json_option
+def annotate(ids: tuple[str, ...], library: str | None, as_json: bool) -> None:
+    """Sign tags over artifacts that were validated (without ID: all of them), from what their verdicts
+    measured. The newest annotation counts; each is an entry of the ledger."""
+    from gauntlet.runner import annotate as run
+    from library.store import Library
+
+    with _named(as_json), Library.open(library, create=False, roles=("validator",)) as opened:
+        chosen = ids or [r.id for r in opened.artifacts(state="VALIDATED")]
+        said = {opened.resolve(name).id: run(name, opened) for name in chosen}
+    if as_json:
+        _emit({"annotations": said})
+        return
+    for artifact_id, found in said.items():
+        click.echo(f"{artifact_id}  {' '.join(found['generated_tags'])}")
+
+
+@main.command()
+@click.option("--rules", is_flag=True, help="The rules behind the tags instead.")
+@library_option
+@json_option
+def tags(rules: bool, library: str | None, as_json: bool) -> None:
+    """The tags of every validated artifact, as they were signed."""
+    from gauntlet.tags import RULES
+    from library.store import Library
+
+    if rules:
+        found: dict[str, Any] = {rule.tag: rule.text for rule in RULES}
+    else:
+        with _named(as_json), Library.open(library, create=False, readonly=True) as opened:
+            known = [r.id for r in opened.artifacts(state="VALIDATED")]
+            found = {a: " ".join(opened.annotation(a).get("generated_tags", ())) or "-" for a in known}
+    if as_json:
+        _emit({"rules" if rules else "tags": found})
+        return
+    for name, text in found.items():
+        click.echo(f"{name:20} {text}")
 
 
 @main.command()

@@ -112,7 +112,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "gauntlet.server", str(theirs.fileno()), ",".join(self._packages)]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL
+            command, pass_fds=[theirs.fileno()], env=environment(), stdin=subprocess.DEVNULL
         )
         theirs.close()
         self._channel = ours
@@ -177,7 +177,7 @@ class ForkServer:
             socket.send_fds(self._channel, [request], descriptors)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """What a worker may see: no library, no keys, nothing of the user's but what finds Python and the
     card."""
     kept = ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
-from gauntlet import cases, quarantine
+from gauntlet import cases, quarantine, sanitizer, tags
 from gauntlet.exclusive import exclusive, physical
 from gauntlet.isolate import (
     CRASH,
@@ -120,9 +120,19 @@ def prove(
         quarantine.admit(library.home, chosen, server)
         container = library.load(record.id, allow_unvalidated=True).container.data
         found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+        if found.passed and chosen != "cpu":
+            found = _sanitized(found, sanitizer.checks(container, chosen))
         if not found.passed and chosen != "cpu":
             quarantine.probe(library.home, chosen, server)  # before anybody is blamed
         return _recorded(library, record.id, found)
+
+
+def _sanitized(found: Judgement, said: StageReport) -> Judgement:
+    """The judgement with what a sanitizer said, or why none did."""
+    grown = replace(found, stages=(*found.stages, said), seconds=found.seconds + said.seconds)
+    if said.outcome != "failed":
+        return grown
+    return replace(grown, passed=False, reason=f"{said.name}: {said.reason}")
 
 
 def _recorded(library: Library, artifact_id: str, found: Judgement) -> Verdict:
@@ -252,7 +262,7 @@ def _report(artifact_id: str, found: Judgement, stages: tuple[StageReport, ...])
         )
         if isinstance(profile.get(ours), float) and isinstance(profile.get(eager), float)
     }
-    return UrabraskValidationReport(
+    report = UrabraskValidationReport(
         artifact_id,
         bool(found.passed),
         found.reason,
@@ -265,6 +275,7 @@ def _report(artifact_id: str, found: Judgement, stages: tuple[StageReport, ...])
         baseline_comparison=gains or {"eager": UNMEASURED},
         policy=POLICY,
     )
+    return replace(report, generated_tags=tags.of(report.to_json())) if found.passed else report
 
 
 def replay(
@@ -293,6 +304,19 @@ def replay(
         case=cases.encode(case),
         artifact_id=case.artifact,
     )
+
+
+def annotate(artifact_id: str, library: Library) -> dict[str, Any]:
+    """Sign tags over a VALIDATED artifact from its verdict; what was signed, as it was where nothing is new.
+    E0721, E0724."""
+    record = library.resolve(artifact_id)
+    verdict = library.verdict(record.id)
+    said = tags.annotation(verdict.report) if verdict is not None else {}
+    known = library.annotation(record.id)
+    if not said or any(known.get(name) != value for name, value in said.items()):
+        said = {**known, **said}
+        library.annotate(record.id, said)
+    return said
 
 
 def dumps(document: Any) -> str:

@@ -76,6 +76,24 @@ def test_children_of_a_candidate_do_not_outlive_it(server: ForkServer) -> None:
     assert not left
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for (;;) call(57, 0, 0, 0);",  # fork
+        "for (;;) call(56, 17, 0, 0);",  # clone, not a thread
+        "call(112, 0, 0, 0);",  # setsid: out of the reach of the judge's kill
+        "call(62, -1, 9, 0);",  # kill everybody
+    ],
+)
+def test_a_candidate_starts_and_signals_no_process(body: str, server: ForkServer) -> None:
+    """Where the kernel has seccomp the worker is killed for trying; else nothing is tried here."""
+    clean = judge(handmade.build(toys.affine()), "cpu", server, quick=True, stages=("loads",))
+    if clean.context["sandbox"] != "full":
+        pytest.skip("this kernel has no seccomp for us")
+    assert "SIGSYS" in _refused(_hostile(body, SYSCALL), server)
+    assert server.pid and os.path.exists(f"/proc/{server.pid}")
+
+
 def _parent(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
@@ -149,6 +167,22 @@ def test_corrupted_code_is_refused(server: ForkServer) -> None:
         assert found.passed is not True
     found = judge(pack(manifest, [("code.so", "cpu", bytes(code[:200]))]), "cpu", server, quick=True)
     assert found.passed is False and "machine code" in found.reason
+
+
+def test_huge_grids_and_wrong_arguments_are_refused_before_anything_runs(server: ForkServer) -> None:
+    def grown(plan: Plan) -> Plan:
+        return replace(
+            plan, steps=tuple(replace(s, grid=(("mul", "rows", 1 << 30), 1, 1)) for s in plan.steps)
+        )
+
+    toy = toys.affine()
+    assert "grid" in _refused(replace(toy, plans=tuple(grown(p) for p in toy.plans)), server)
+    fewer = replace(toy, params={**toy.params, "affine_fwd": "pppi"})
+    assert "which takes" in _refused(fewer, server)
+    nowhere = unpack(handmade.build(toy)).manifest["launch"]
+    nowhere = json.loads(json.dumps(nowhere))
+    nowhere["kernels"][0]["blob"] = "elsewhere"
+    assert "elsewhere" in judge(_with_manifest(toy, launch=nowhere), "cpu", server).reason
 
 
 def test_huge_buffers_are_refused_before_anything_runs(server: ForkServer) -> None:

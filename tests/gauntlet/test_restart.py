@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from gauntlet import quarantine, runner
 from gauntlet.exclusive import exclusive
 from gauntlet.isolate import ForkServer
 from library.store import Library
-from tests.faults import handmade, toys
+from tests.faults import handmade, planted, toys
 from tests.gauntlet.conftest import put
 from tests.gauntlet.test_prove import WRONG_MASK
 
@@ -56,6 +59,43 @@ def test_killed_twice_and_run_twice_at_once(home: Path) -> None:
     assert [p.wait(120) for p in both] != [0, 0]
     assert _states(home) == {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
     assert _verdicts(home) == len(good) + len(bad)
+
+
+def _mixed() -> dict[str, tuple[handmade.Toy, str]]:
+    """Twenty artifacts by name, with the verdict each deserves: ten sound ones, ten faults of as many
+    classes."""
+    makers = list(toys.ALL.values())
+    sound = [replace(makers[i % len(makers)](), name=f"sound {i}") for i in range(10)]
+    faulty: dict[str, handmade.Toy] = {}
+    for fault in planted.faults():
+        if fault.kind not in (*faulty, "endless loop") and len(faulty) < 10:
+            faulty[fault.kind] = replace(fault.toy, name=f"faulty {fault.name}")
+    return {t.name: (t, "VALIDATED") for t in sound} | {t.name: (t, "REJECTED") for t in faulty.values()}
+
+
+@pytest.mark.slow
+def test_twenty_of_mixed_quality_killed_twice(home: Path) -> None:
+    """Once between two artifacts, once in the middle of one; nothing is lost, nothing judged twice."""
+    wanted = {put(home, toy): state for toy, state in _mixed().values()}
+    assert len(wanted) == 20
+    for delay in (0.0, 0.7):
+        process = _start(home)
+        for _ in range(3):
+            _until_one_more(home, process)
+        time.sleep(delay)
+        assert process.poll() is None, "it was done before it was killed: the test says nothing"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = _verdicts(home)
+    assert 6 <= before < 20
+    assert _start(home).wait(600) == 1
+    assert _states(home) == wanted and _verdicts(home) == 20
+    with Library.open(home, readonly=True) as library:
+        for artifact, state in wanted.items():
+            verdict = library.verdict(artifact)
+            assert verdict is not None and verdict.passed is (state == "VALIDATED")
+            failed = [s for s in verdict.report["stages"] if s["outcome"] == "failed"]
+            assert len(failed) == (state == "REJECTED")
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Tags by rule: what a report says, signed beside the verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from esper_ir.diagnostics import EsperError
+from gauntlet import runner, tags
+from gauntlet.cli import main
+from gauntlet.isolate import ForkServer
+from library.store import Library
+from tests.faults import handmade, toys
+from tests.gauntlet.conftest import put
+from tests.gauntlet.test_prove import WRONG_MASK
+
+
+def _report(stages: tuple[str, ...] = (), **wep: Any) -> dict[str, Any]:
+    return {"wep": wep, "stages": [{"name": n, "outcome": "passed"} for n in stages]}
+
+
+def test_what_was_not_measured_gets_no_tag() -> None:
+    assert tags.of(_report(forward_ms_median="unmeasured", roofline_share="unmeasured")) == ()
+
+
+@pytest.mark.parametrize(
+    ("wep", "tag"),
+    [
+        ({"roofline_share": 0.9}, "high_speed"),
+        ({"roofline_share": 0.5, "forward_ms_median": 1.0, "eager_forward_ms_median": 9.0}, "medium_speed"),
+        ({"forward_ms_median": 1.0, "eager_forward_ms_median": 4.0}, "high_speed"),
+        ({"forward_ms_median": 1.0, "eager_forward_ms_median": 1.0}, "low_speed"),
+        ({"workspace_bytes": 0, "bytes_moved": 1000}, "low_memory"),
+        ({"workspace_bytes": 500, "bytes_moved": 1000}, "high_memory"),
+        ({"tolerance_used": 0.4}, "numerically_stable"),
+        ({"forward_ms_median": 1.0, "eager_forward_ms_median": 1.1}, "faster_than_eager"),
+    ],
+)
+def test_rules(wep: dict[str, Any], tag: str) -> None:
+    found = tags.of(_report(**wep))
+    assert tag in found and found[-1] == tags.BASIS
+    assert len({t for t in found if t.endswith("_speed")}) <= 1
+
+
+def test_what_eager_beats_is_not_called_faster() -> None:
+    forward = {"forward_ms_median": 1.0, "eager_forward_ms_median": 3.0}
+    slow = _report(**forward, backward_ms_median=9.0, eager_backward_ms_median=2.0)
+    assert "faster_than_eager" not in tags.of(slow)
+
+
+def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:
+    good, bad = put(home, toys.affine()), put(home, handmade.edit(toys.affine(), WRONG_MASK))
+    for artifact in (good, bad):
+        runner.prove(artifact, library=home, server=server, quick=True)
+    made = CliRunner().invoke(main, ["annotate", "--json", "--library", str(home)])
+    said = json.loads(made.stdout)["annotations"]
+    assert made.exit_code == 0 and list(said) == [good]
+    assert {"deterministic", "trainable", tags.BASIS} <= set(said[good]["generated_tags"])
+    with Library.open(home, roles=("validator",)) as library:
+        verdict = library.verdict(good)
+        assert verdict and verdict.report["generated_tags"] == said[good]["generated_tags"]
+        assert library.annotation(good) == said[good] and said[good]["conf_level"] == "Speculative"
+        assert runner.annotate(good, library) == said[good]
+        assert library.index.row("SELECT count(*) FROM annotations") == (1,), (
+            "nothing new is not signed again"
+        )
+        with pytest.raises(EsperError) as refused:
+            runner.annotate(bad, library)
+    assert refused.value.code == "E0724"
+    listed = CliRunner().invoke(main, ["tags", "--library", str(home)])
+    assert good in listed.output and "trainable" in listed.output and bad not in listed.output
+    shown = CliRunner().invoke(main, ["show", good, "--library", str(home)])
+    assert "trainable" in shown.output
+    rules = CliRunner().invoke(main, ["tags", "--rules", "--json"])
+    assert set(json.loads(rules.stdout)["rules"]) == {rule.tag for rule in tags.RULES}
