@@ -1,6 +1,6 @@
 """Pooling as library calls, for targets whose library is faster than windows written out.
 
-Measured on one core: the gradient of a maximum over windows takes a hundred times the time of torch's, since a
+Measured on one core: the gradient of a maximum over windows takes a hundred times as long as torch's, since a
 loop over columns asks every window anew; means take up to twice the time in channels-last memory.
 """
 
