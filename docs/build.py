@@ -29,6 +29,7 @@ RANGES = (
     ("E07", "The library"),
     ("E08", "The runtime"),
     ("E09", "The gauntlet"),
+    ("E10", "Growth"),
 )
 TOOLS = {"forge": "esper-forge", "gauntlet": "esper-gauntlet", "library": "esper-library"}
 WIDTH = 100

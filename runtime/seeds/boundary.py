@@ -15,7 +15,6 @@ from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from library.records import VALIDATED
-from runtime import loader
 from runtime.driver import STICKY
 from runtime.seeds import applying, autopilot, structure
 from runtime.seeds.commands import Graft, KasminaControlCommand
@@ -37,7 +36,7 @@ from runtime.seeds.lifecycle import (
     choose,
     moves_from,
 )
-from runtime.seeds.seed import Seed, known_facts, make, probe, state_in_library
+from runtime.seeds.seed import Seed, declared_by, known_facts, make, probe, state_in_library
 
 ROUNDS = 16
 S = Lifecycle
@@ -211,17 +210,17 @@ def _ask_library(growth: Any, ready: Prepared) -> None:
         ready.numbers |= {"validated": True}
 
 
-def verified(growth: Any, artifact: str) -> None:
-    """The artifact as the library has it now, read and verified; its refusal otherwise."""
+def still_valid(growth: Any, artifact: str) -> None:
+    """E0721, E0740 or E0742 when the library says now that the artifact may not run. Its bytes are verified
+    by whoever reads them, once per process."""
     state = state_in_library(growth.library, artifact)
     if state != VALIDATED and not growth.allow_unvalidated:
         code = "E0721" if state == "MISSING" else "E0742" if state == "REVOKED" else "E0740"
         raise EsperError(code, f"{artifact} is {state} now", node=artifact)
-    loader.open_library(growth.library).load(artifact, allow_unvalidated=growth.allow_unvalidated)
 
 
 def _build(growth: Any, ready: Prepared, slot: Slot) -> None:
-    verified(growth, slot.artifact)
+    still_valid(growth, slot.artifact)
     spec = slot.spec()
     if spec is None:
         raise fail("E1003", f"{slot.id}: the layer was not called yet", node=slot.id)
@@ -234,13 +233,13 @@ def _build(growth: Any, ready: Prepared, slot: Slot) -> None:
     grouped = not named
     if named and growth.surgeon is not None:
         grouped = ready.inserted = growth.surgeon.insert(slot.id, named, slot.graft.lr_scale)
-    declared = known_facts(growth.library, slot.artifact, spec).get("parameters")
+    declared = declared_by(seed.block.program.interface)["parameters"]
     own = sum(p.numel() for n, p in named.items() if n != "gate")
     ready.numbers = {
         "bytes_verified": True,
         "probe_finite": found.finite and not seed.broken,
         "probe_shape": found.shape,
-        "parameters_as_declared": declared is not None and float(declared) == own,  # type: ignore[arg-type]
+        "parameters_as_declared": declared == own,
         "group_inserted": grouped,
     }
 

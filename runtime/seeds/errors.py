@@ -29,7 +29,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E1013": (EXIT_USAGE, "setting of the growth side"),
     "E1014": (EXIT_NOT_FOUND, "no such slot or site"),
     "E1015": (EXIT_USAGE, "chunks do not divide the features"),
-    "E1016": (EXIT_FAILURE, "seed gave a value that is not finite"),
+    "E1016": (EXIT_FAILURE, "training cannot go on"),
 }
 
 fail = Refusals(CODES)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from runtime.seeds.lifecycle import (
     HOLDING_SEED,
     LEARNING,
     WAITING,
+    Fault,
     Lifecycle,
     Limits,
     Measured,
@@ -49,7 +51,11 @@ log = logging.getLogger("esper.growth")
 _NOT_COPIED = frozenset(
     "_model listeners surgeon scaler _handles run_dir journal bans library observer".split()
 )
-_TOLD = tuple("lifecycle alpha round paused seed_steps exec_us last_update_epoch health probe".split())
+_TOLD = tuple("lifecycle alpha round paused fault seed_steps exec_us last_update_epoch health probe".split())
+_STATES = tuple(Lifecycle(code) for code in range(14))
+_NOTHING: Mapping[str, Number] = MappingProxyType({})
+_NO_HEALTH: Mapping[str, float] = MappingProxyType(dict.fromkeys(HEALTH, 0.0))
+_NO_PROBE: Mapping[str, float] = MappingProxyType(dict.fromkeys(PROBE, 0.0))
 ENOUGH_HELD_OUT = 16  # held-out batches after which a boundary starts counting anew
 
 
@@ -329,32 +335,36 @@ class Growth:
     def _facts(self, site: Site) -> Iterator[SlotFacts]:
         host = site.state.host
         columns = {name: host[name].tolist() for name in _TOLD}
+        size, more = divmod(site.features, len(site.slots))
         for at, slot in enumerate(site.slots):
-            state = Lifecycle(columns["lifecycle"][at])
+            state = _STATES[columns["lifecycle"][at]]
+            idle = state is Lifecycle.DORMANT
+            first = at * size + min(at, more)
+            sampled = any(columns["health"][at])
             waits = state in WAITING
             left = columns["last_update_epoch"][at] + self.limits.deadline() - self.epoch if waits else -1
-            evidence = self.evidence(slot) if state is not Lifecycle.DORMANT else {}
+            evidence = _NOTHING if idle else self.evidence(slot)
             yield SlotFacts(
                 slot.id,
                 site.name,
                 at,
-                slot.bounds() if site.features else (0, 0),
+                (first, first + size + (at < more)) if size else (0, 0),
                 state,
                 slot.artifact,
                 columns["alpha"][at],
                 columns["round"][at],
                 bool(columns["paused"][at]),
-                slot.fault,
+                Fault(columns["fault"][at]),
                 columns["seed_steps"][at],
                 columns["exec_us"][at],
                 columns["last_update_epoch"][at],
                 left,
-                stepping.ready(self, slot, state, evidence),
+                not idle and stepping.ready(self, slot, state, evidence),
                 slot.strategy.value,
                 0 if slot.seed is None else slot.seed.count(),
                 len(site.chain),
-                dict(zip(HEALTH, columns["health"][at], strict=True)),
-                dict(zip(PROBE, columns["probe"][at], strict=True)),
+                dict(zip(HEALTH, columns["health"][at], strict=True)) if sampled else _NO_HEALTH,
+                _NO_PROBE if idle else dict(zip(PROBE, columns["probe"][at], strict=True)),
                 evidence,
             )
 

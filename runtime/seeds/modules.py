@@ -16,20 +16,15 @@ from runtime.seeds import traced
 from runtime.seeds.seed import Seed, Spec
 
 GRAFTS = "esper_grafts"
-_is_compiling = torch.compiler.is_compiling
+_traced = (
+    torch.compiler.is_dynamo_compiling
+)  # a constant while tracing, and the cheapest to ask in eager mode
 
 
 class Grown(nn.Module):
     """In front of a layer's own class while it is wrapped."""
 
     _esper_original: type[nn.Module]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)  # type: ignore[misc]
-        site = self.__dict__["_esper_site"]
-        if _is_compiling():
-            return _first(found, lambda h: traced.through(h, site.key))
-        return found if site.quiet else _first(found, site.run)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         done = super()._apply(fn, recurse)
@@ -95,15 +90,34 @@ class ComposedSequence(Sequence, Composed):
 _classes: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {}
 
 
+def _looking(original: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a wrapped layer: the layer's own, then one look. A closure, because `super()` costs as
+    much as the look."""
+    inner: Callable[..., Any] = original.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = inner(self, *args, **kwargs)
+        site = self.__dict__["_esper_site"]
+        if _traced():
+            return _first(found, lambda h: traced.through(h, site.key))
+        return found if site.quiet else _first(found, site.run)
+
+    return forward
+
+
 def _class(how: str, original: type[nn.Module]) -> type[nn.Module]:
     found = _classes.get((how, original))
     if found is None:
-        facts = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+        facts: dict[str, Any] = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "_esper_original": original,
+        }
+        if how == "grown":
+            facts["forward"] = _looking(original)
         within = issubclass(original, nn.Sequential)
         fronts = {"grown": (Grown, GrownSequence), "composed": (Composed, ComposedSequence)}[how]
-        made: Any = type(
-            original.__name__, (fronts[within], original), {**facts, "_esper_original": original}
-        )
+        made: Any = type(original.__name__, (fronts[within], original), facts)
         found = _classes[how, original] = made
     return found
 

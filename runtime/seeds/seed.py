@@ -272,7 +272,7 @@ def known_facts(library: Any, artifact_id: str, spec: Spec | None) -> dict[str, 
         facts["latency_us"] = float(latency) * 1e3
     if record.state == VALIDATED:
         entry = loader.load_entry(artifact_id, device=None if spec is None else spec.device, library=library)
-        facts |= _declared(entry.program.interface)
+        facts |= declared_by(entry.program.interface)
         if spec is not None:
             judged = layout_of(entry.program.interface, spec)
             wrong = judged.code if isinstance(judged, Rejected) else ""
@@ -281,7 +281,8 @@ def known_facts(library: Any, artifact_id: str, spec: Spec | None) -> dict[str, 
     return facts
 
 
-def _declared(interface: Interface) -> dict[str, Number]:
+def declared_by(interface: Interface) -> dict[str, float]:
+    """How many parameters learn, and bytes of all of them."""
     leaves = [s for s in interface.inputs if s.kind == "param"]
     sizes = [math.prod(n for n in s.shape if isinstance(n, int)) for s in leaves]
     learn = [n for s, n in zip(leaves, sizes, strict=True) if s.name in interface.differentiable]

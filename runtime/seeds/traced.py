@@ -10,7 +10,6 @@ which the backward finds it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +26,12 @@ class Through(Protocol):
 
 _layers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _waiting: dict[int, tuple[str, Tensor, Tensor]] = {}
+_NOTHING = torch.zeros((), dtype=torch.int64)
 _tickets = iter(range(1, 1 << 62))
 _define = torch.library.Library("esper", "FRAGMENT")
 _define.define("slots(Tensor h, str key, bool grad) -> (Tensor, Tensor)")
 _define.define("slots_backward(Tensor g, Tensor ticket, str key) -> Tensor")
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _Key = torch._C.DispatchKey
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
 for _key in (_Key.AutogradCPU, _Key.AutogradCUDA, _Key.AutogradOther):
@@ -56,23 +57,18 @@ def through(h: Tensor, key: str) -> Tensor:
     return torch.ops.esper.slots(h, key, torch.is_grad_enabled() and h.requires_grad)[0]
 
 
-def _with_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_autograd() -> Any:
     """Below the operator autograd is switched off; what runs inside builds graphs of its own."""
-
-    def call(*args: Any) -> Any:
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
-        with torch._C._ForceDispatchKeyGuard(include, exclude):
-            return function(*args)
-
-    return call
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
 def _slots(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
     layer = _layers.get(key)
     if layer is None or layer.quiet:
-        return h.clone(), torch.zeros((), dtype=torch.int64)
-    with torch.set_grad_enabled(grad):
+        return h.clone(), _NOTHING.clone()
+    with _with_autograd(), torch.set_grad_enabled(grad):
         x = h.detach().requires_grad_(grad)
         y = layer.run(x)
     ticket = next(_tickets) if grad else 0
@@ -83,11 +79,12 @@ def _slots(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
 
 
 def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> Tensor:
-    found = _waiting.pop(int(ticket), None)
+    found = _waiting.pop(int(ticket), None) if _waiting else None
     if found is None:
         return g.clone()
     _, x, y = found
-    torch.autograd.backward(y, g)
+    with _with_autograd():
+        torch.autograd.backward(y, g)
     return g.clone() if x.grad is None or x.grad is g else x.grad
 
 
@@ -125,12 +122,14 @@ def _below(keyset: Any, *values: Any) -> Any:
 def _slots_autograd(keyset: Any, h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and h.requires_grad:
         return _Node.apply(keyset, h, key, grad)  # type: ignore[no-any-return]
+    if h.__class__ is Tensor and not _modes():
+        return _slots(h, key, grad)  # a compiled graph runs: one dispatch less
     return _below(keyset, h, key, grad)
 
 
 for _place in ("CPU", "CUDA"):
-    _define.impl("slots", _with_autograd(_slots), _place)
-    _define.impl("slots_backward", _with_autograd(_slots_backward), _place)
+    _define.impl("slots", _slots, _place)
+    _define.impl("slots_backward", _slots_backward, _place)
 torch.library.register_fake("esper::slots", _slots_fake, lib=_define)
 torch.library.register_fake("esper::slots_backward", _slots_backward_fake, lib=_define)
 _define.impl("slots", _slots_autograd, "Autograd", with_keyset=True)
