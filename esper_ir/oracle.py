@@ -74,7 +74,8 @@ def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) 
     """Largest error allowed per element (float64, shape of `fp64`, finite values only make sense).
 
     u |y|: the rounding of the result. element x (largest eager error of the row): what the roundings inside
-    the block do on these values. SPREAD sqrt(K) u_compute max(|y|, rms): another order of summation. After
+    the block do on these values; where eager was lucky all along a row, once more u |y|, what a value rounded
+    before the last operation does at a derivative of 1. SPREAD sqrt(K) u_compute max(|y|, rms): another order of summation. After
     Higham, Accuracy and Stability of Numerical Algorithms, ch. 3, with the probabilistic sqrt(K).
     """
     error = torch.nan_to_num((eager.double() - fp64).abs(), nan=0.0, posinf=0.0, neginf=0.0)
@@ -88,7 +89,8 @@ def _bound(size: Tensor, error: Tensor, rms: float, accumulation: int, dtype: DT
     row = (error.max() if error.numel() else error.sum()) if whole else error.amax(-1, keepdim=True)
     spread = SPREAD * math.sqrt(max(accumulation, 1)) * inner.roundoff
     bound = size.clamp(min=rms).mul_(spread).add_(size, alpha=bounds.roundoff)
-    return bound.add_(bounds.element * row + 2 * bounds.tiny)
+    inside = torch.maximum(bounds.element * row, bounds.roundoff * size)
+    return bound.add_(inside).add_(2 * bounds.tiny)
 
 
 SQUARE_TOP, SQUARE_LEAST = 1e140, 1e-140

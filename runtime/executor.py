@@ -360,8 +360,8 @@ class Program:
             )
         if plan.phase != "backward":
             feeds: list[Any] = list(tensors)
-            sizes = self.admit(feeds) if dims is None else dims
-            return [*feeds, sizes]
+            sizes = self.admit(feeds)  # also where they are known: it copies what no kernel may be given
+            return [*feeds, sizes if dims is None else dims]
         values = dims if dims is not None else self.backward_dims(plan, tensors)
         saved = [t for t in tensors[: self.saved_count] if t is not None]
         return [*self.backward_feeds(values, saved, tensors[self.saved_count :]), values]

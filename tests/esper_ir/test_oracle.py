@@ -133,3 +133,22 @@ def test_table_follows_the_formats() -> None:
         info = torch.finfo(getattr(torch, dtype.value))
         assert row.roundoff == info.eps / 2
         assert row.tiny == info.smallest_normal * info.eps
+
+
+def test_a_lucky_row_of_eager_does_not_condemn_a_second_rounding() -> None:
+    """silu of a value that was rounded: nearly two roundings of the one element that is not zero, where eager's
+    own two happened to cancel."""
+    wide = torch.zeros(1, 64, dtype=torch.float64)
+    wide[0, 40] = 4.4388
+    eager = wide.bfloat16()
+    ours = eager.clone()
+    ours[0, 40] = 4.46875
+    u = BOUNDS[DType.bfloat16].roundoff
+    assert float((eager.double() - wide).abs().max()) < 0.15 * u * 4.4388
+    assert 1.6 * u < float((ours.double() - wide).abs().max()) / 4.4388 < 2 * u
+    others = torch.randn(63, 64, dtype=torch.float64)
+    rows = [torch.cat([t, others.to(t.dtype)]) for t in (ours, wide, eager)]
+    assert compare(*rows, 1, DType.bfloat16).passed
+    worse = rows[0].clone()
+    worse[0, 40] = 4.5
+    assert not compare(worse, *rows[1:], 1, DType.bfloat16).passed
