@@ -63,10 +63,11 @@ def say(text: str) -> None:
 # -- making
 
 
-def make(folder: Path, target: str, count: int, seed: int) -> list[Planted]:
-    """Compile every block, draw `count` mutants evenly over the classes, and write all artifacts."""
+def make(folder: Path, target: str, count: int, seed: int, only: Sequence[str] = ()) -> list[Planted]:
+    """Compile every block (or those with one of the words in their name), draw `count` mutants evenly over
+    the classes, and write all artifacts."""
     folder.mkdir(parents=True, exist_ok=True)
-    blocks = {b.name: b for b in _blocks(target)}
+    blocks = {b.name: b for b in _blocks(target, only)}
     chosen = draw(list(blocks.values()), count, seed)
     planted: list[Planted] = []
     for name, block in blocks.items():
@@ -82,9 +83,10 @@ def make(folder: Path, target: str, count: int, seed: int) -> list[Planted]:
     return planted
 
 
-def _blocks(target: str) -> Iterator[corpus.Block]:
+def _blocks(target: str, only: Sequence[str]) -> Iterator[corpus.Block]:
     for data in corpus.blueprints():
-        yield corpus.compiled(data, target)
+        if not only or any(word in data["name"] for word in only):
+            yield corpus.compiled(data, target)
 
 
 def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[str, Mutant]]:
@@ -274,6 +276,7 @@ def alone(folder: Path | None, out: Path, quick: bool) -> int:
 @click.option("--make", "made", type=click.Path(path_type=Path), help="Only make the artifacts, into FOLDER.")
 @click.option("--from", "folder", type=click.Path(path_type=Path), help="Judge what was made into FOLDER.")
 @click.option("--target", default="h100", show_default=True, help="With --make.")
+@click.option("--only", multiple=True, help="With --make: words in the names of blocks.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--count", default=COUNT, show_default=True, help="Faults; as many clean artifacts.")
 @click.option("--seed", default=0, show_default=True, help="Of what is drawn, and of the battery's values.")
@@ -282,12 +285,12 @@ def alone(folder: Path | None, out: Path, quick: bool) -> int:
 @click.option("--quick", is_flag=True, help="The short list of cases for faults too.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
-    made: Path | None, folder: Path | None, target: str, device: str, count: int, seed: int, jobs: int,
-    seconds: float, quick: bool, out: Path,
+    made: Path | None, folder: Path | None, target: str, only: tuple[str, ...], device: str, count: int,
+    seed: int, jobs: int, seconds: float, quick: bool, out: Path,
 ) -> None:  # fmt: skip
     """Plant faults, judge them and clean artifacts, write the results file. Exit 1 when one was misjudged."""
     if made is not None:
-        planted = make(made, target, count, seed)
+        planted = make(made, target, count, seed, only)
         say(f"{sum(bool(p.kind) for p in planted)} faults of {len(planted)} artifacts: {pack(made)}")
         return
     found = run(folder, device, count, seed, jobs, seconds, quick)

@@ -30,6 +30,8 @@ _libc.signal.restype = ctypes.c_void_p
 def _recipes(context: Context) -> Iterator[Recipe]:
     subject = context.subject
     large = subject.largest_dims()
+    for dims in subject.regions[1:]:
+        yield Recipe("determinism", dims, cotangent="normal", seed=context.seed, repeat=REPEATS)
     for dims in (subject.base_dims(), _reduced(context, large)):
         yield Recipe("determinism", dims, cotangent="normal", seed=context.seed, repeat=REPEATS)
         if subject.device.type == "cpu":
@@ -72,6 +74,7 @@ def _repeated(context: Context, recipe: Recipe) -> Outcome:
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     began, enough = time.process_time(), QUICK_RACE_SECONDS if context.quick else RACE_SECONDS
+    enough *= max(1.0, len(calls.plans) / 3)
     for again in range(1, recipe.repeat):
         if again > REPEATS and time.process_time() - began > enough:
             break
@@ -86,8 +89,8 @@ def _repeated(context: Context, recipe: Recipe) -> Outcome:
 
 
 class _Calls:
-    """A call without gradients, a forward and a backward, in memory that holds random bytes before each: what
-    a thread leaves out must not be found there from the call before."""
+    """A call without gradients, a forward and every backward plan, in memory that holds random bytes before
+    each: what a thread leaves out must not be found there from the call before."""
 
     def __init__(self, context: Context, recipe: Recipe) -> None:
         subject = self.subject = context.subject
@@ -96,9 +99,9 @@ class _Calls:
         values = inputs.values(subject, recipe)
         self.flowing = inputs.cotangents(subject, recipe)
         self.ordered = [values[s.name] for s in subject.launch.interface.inputs]
-        wanted = subject.launch.interface.differentiable
-        phases = [("inference", ()), *([("forward", ()), ("backward", wanted)] if wanted else [])]
-        self.plans = [subject.program.plan_for(phase, self.dims, names) for phase, names in phases]
+        phases = ("inference", *(("forward",) if subject.launch.interface.differentiable else ()))
+        self.plans = [subject.program.plan_for(phase, self.dims) for phase in phases]
+        self.plans += subject.plans("backward", recipe.dims)
         self.memory = [self._buffers(plan) for plan in self.plans]
 
     def _buffers(self, plan: Plan) -> dict[int, Tensor]:
@@ -113,7 +116,7 @@ class _Calls:
         }
 
     def run(self, seed: int) -> list[Tensor]:
-        """Outputs, outputs again, gradients; they are overwritten by the next run."""
+        """Outputs, outputs again, gradients of each plan; they are overwritten by the next run."""
         out: list[Tensor] = []
         feeds: list[Tensor | None] = list(self.ordered)
         for plan, memory in zip(self.plans, self.memory, strict=True):
