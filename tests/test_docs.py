@@ -31,7 +31,7 @@ FENCE = re.compile(r"^```(console|python run)\b([^\n]*)\n(.*?)^```", re.MULTILIN
 PROMISE = re.compile(r"`(tests/promises/\w+\.py)")
 TEST_NAME = re.compile(r"[:`](test_\w+)`")
 VARIABLE = re.compile(r"""["'](ESPER_[A-Z_]+)["']""")
-FOLDER = re.compile(r"^#+ `(\w+)/`")
+FOLDER = re.compile(r"^#+ `([\w/]+)/`")
 FILE = re.compile(r"`([\w/*.]+\.(?:py|c|toml|md|json))`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 

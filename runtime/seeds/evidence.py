@@ -116,8 +116,8 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all of them."""
-    return {name: t.detach().clone() for name, t in tensors_of(model).items()}
+    """A copy of all of them, on the processor: it is read at boundaries only."""
+    return {name: t.detach().to("cpu", copy=True) for name, t in tensors_of(model).items()}
 
 
 @contextmanager

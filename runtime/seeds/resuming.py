@@ -210,7 +210,7 @@ def _restore_slot(slot: Slot, saved: Mapping[str, Any] | None, seed: Seed | None
     slot.grads = {n: g.clone().to(place) for n, g in saved["grads"].items()}
     slot.batches = saved["batches"]
     if saved["before"] is not None:
-        slot.before = {n: t.clone().to(place) for n, t in saved["before"].items()}
+        slot.before = {n: t.clone() for n, t in saved["before"].items()}
     if seed is not None:
         seed.learn(bool(saved["learns"]))
         if saved["learns"] and slot.state is not Lifecycle.TRAINING:

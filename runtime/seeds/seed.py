@@ -211,15 +211,18 @@ def probe(seed: Seed, spec: Spec) -> Probe:
             z = seed(h)
         found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
         finite = all(bool(t.isfinite().all()) for t in (z, *found))
-        times = []
-        with torch.no_grad():
-            for _ in range(PROBES):
-                began = time.perf_counter()
-                seed(h)
-                if spec.device.type == "cuda":
-                    torch.cuda.synchronize(spec.device)
-                times.append(time.perf_counter() - began)
-    return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, round(sorted(times)[PROBES // 2] * 1e6))
+        times = sorted(_timed(seed, h) for _ in range(PROBES))
+    return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, round(times[PROBES // 2] * 1e6))
+
+
+@torch.no_grad()
+def _timed(seed: Seed, h: Tensor) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    seed(h)
+    if h.is_cuda:
+        torch.cuda.synchronize(h.device)
+    return time.perf_counter() - began
 
 
 def make(

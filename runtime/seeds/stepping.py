@@ -152,6 +152,7 @@ def drift(growth: Any, slot: Slot) -> Tensor | None:
     for name, parameter in module.named_parameters(prefix=slot.site.name):
         first = slot.before.get(name)
         if first is not None:
+            first = first.to(parameter.device)
             moved.append(torch.linalg.vector_norm(parameter.detach() - first, dtype=torch.float32))
             was.append(torch.linalg.vector_norm(first, dtype=torch.float32))
     return torch.stack(moved).norm() / (torch.stack(was).norm() + 1e-20) if moved else None

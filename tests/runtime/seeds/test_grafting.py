@@ -15,7 +15,8 @@ from runtime.seeds.commands import Graft, GraftingStrategy
 from runtime.seeds.grafting import CURVES, OPERATORS, Reading, alpha_at, blend, effective, progress
 from runtime.seeds.lifecycle import Lifecycle, Limits, Verb
 from runtime.seeds.state import COLUMNS, StateTensor, artifact_prefix, offsets
-from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, batches, loss_of, net, validate
+from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, Net, batches, loss_of, net, validate
+from tests.runtime.seeds.test_zero_impact import Checkpointed, Reentrant
 
 YES = torch.tensor(True)
 
@@ -144,6 +145,27 @@ def test_isolation(ids: dict[str, str], isolate: str, grafting: bool, tuning: bo
     bed._onward("STABILIZATION")
     bed._onward("EVALUATING")
     assert bed.slot.state is Lifecycle.FINE_TUNING and bed.slot.isolated == tuning
+
+
+@pytest.mark.parametrize("state", ["GRAFTING", "FINE_TUNING"])
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_a_graft_under_activation_checkpointing(ids: dict[str, str], state: str, kind: type[Net]) -> None:
+    """Computed again in the backward: the same loss and gradients, nothing counted twice."""
+    found = []
+    for made in (Net, kind):
+        torch.manual_seed(0)
+        bed = Bed(made(0.3))
+        torch.manual_seed(1)
+        bed.bring(ids["mlp"], state)
+        bed.step(3)
+        torch.manual_seed(2)
+        bed.optimizer.zero_grad()
+        loss = loss_of(bed.model, batches(1)[0])
+        loss.backward()
+        grads = [p.grad for p in bed.model.parameters()]
+        found.append([loss.detach(), *grads, *[g for _, g in sorted(bed.slot.grads.items())]])
+    assert len(found[0]) == 1 + 6 + 4
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 # -- objectives

@@ -19,7 +19,7 @@ from esper_ir.diagnostics import EsperError
 from runtime.seeds.commands import Graft
 from runtime.seeds.lifecycle import Lifecycle, Verb
 from runtime.seeds.surgery import KEY, Surgeon
-from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed
+from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, loss_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {}, "Adadelta": {}, "Adafactor": {}, "Adagrad": {"initial_accumulator_value": 0.1}, "Adam": {},
@@ -166,6 +166,23 @@ def test_a_group_follows_the_first_ones_schedule(scheduler: str) -> None:
     loop.go(6)
     first, last = loop.optimizer.param_groups[0], loop.optimizer.param_groups[-1]
     assert first["lr"] == last["lr"]
+
+
+def test_a_fused_step_under_a_scaler_teaches_a_graft_the_same(ids: dict[str, str]) -> None:
+    """A fused optimizer divides by the loss scale inside its step; a seed's gradients have no scale."""
+    found = []
+    for fused in (False, True):
+        bed = Bed(optimizer=lambda p, lr, fused=fused: torch.optim.Adam(p, lr=lr, fused=fused), lr=0.01)
+        bed.growth.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=512.0, enabled=fused)
+        bed.bring(ids["lora"], "GRAFTING")
+        for _ in range(LIMITS.ramp_steps):
+            bed.optimizer.zero_grad()
+            scaler.scale(loss_of(bed.model, next(bed.data))).backward()
+            scaler.step(bed.optimizer)
+            scaler.update()
+        assert bed.slot.alpha == 1.0
+        found.append([p.detach().clone() for p in (*bed.slot.seed.parameters(), *bed.model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_frozen_does_not_move(ids: dict[str, str]) -> None:
