@@ -23,6 +23,8 @@ from forge.sass import bad_carries
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """`stage` "compile": {"code": {entry: PTX text or base64 of an hsaco}, "kernels": {entry: facts},
     "triton": version}.
+    `stage` "candidates": `sets` of kernels, each a module of its own: a list with {"cubin", "kernels",
+    "usage"} or {"failed": why}, so that a tile that cannot be built costs itself only.
     `stage` "assemble" (from PTX texts): {"cubin": base64, "ptx": text, "usage": {entry: registers, spills},
     "ptxas"}.
     """
@@ -34,6 +36,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"
     import triton
 
+    if request["stage"] == "candidates":
+        return {"sets": [_candidate(kernels, request, folder) for kernels in request["sets"]],
+                "triton": triton.__version__}  # fmt: skip
     built = {k["entry"]: _compile(k, request, folder) for k in request["kernels"]}
     code = {
         entry: c if isinstance(c, str) else base64.b64encode(c).decode() for entry, (c, _) in built.items()
@@ -42,6 +47,18 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "code": code,
         "kernels": {e: facts for e, (_, facts) in built.items()},
         "triton": triton.__version__,
+    }
+
+
+def _candidate(kernels: list[dict[str, Any]], request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    try:
+        built = {k["entry"]: _compile(k, request, folder) for k in kernels}
+        made = _assemble(join([str(code) for code, _ in built.values()]), request, folder)
+    except Exception as error:  # whatever the compiler raises, the next set is built
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return {
+        **{k: made[k] for k in ("cubin", "usage")},
+        "kernels": {e: facts for e, (_, facts) in built.items()},
     }
 
 

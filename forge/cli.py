@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import click
 
-from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NOT_FOUND, EsperError
+from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NOT_FOUND, EXIT_USAGE, EsperError
 
 LIBRARY = click.option(
     "--library", type=click.Path(path_type=Path), help="Library directory (default: ESPER_LIBRARY)."
@@ -21,6 +22,10 @@ JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document o
 TARGET = click.option(
     "--target", "targets", multiple=True, help="Hardware target, repeatable (default: auto)."
 )
+
+
+BUDGET = click.option("--budget", help="Time to measure in, as 90s, 30m or 2h (at most 24h).")
+LONGEST_S = 24 * 3600.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -42,6 +47,21 @@ def _errors(as_json: bool, document: Callable[[], dict[str, Any]] = dict) -> Ite
     except KeyboardInterrupt:
         click.echo("interrupted; what was finished is stored", err=True)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _seconds(budget: str | None) -> float | None:
+    """Seconds of a budget; E0519 for what is none."""
+    if budget is None:
+        return None
+    number, unit = budget[:-1], {"s": 1.0, "m": 60.0, "h": 3600.0}.get(budget[-1:])
+    try:
+        found = float(number) * unit if unit else math.nan
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= LONGEST_S:
+        hint = "a number and s, m or h, at most 24h: 90s, 30m, 2h"
+        raise EsperError("E0519", f"no budget: {budget!r}", hint=hint, exit_code=EXIT_USAGE)
+    return found
 
 
 def _files(paths: tuple[str, ...]) -> list[Path]:
@@ -73,6 +93,7 @@ def _blueprint(path: Path) -> Any:
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )
 @click.option("--deny", multiple=True, help="Make a warning an error: its code, or all. Repeatable.")
+@BUDGET
 @LIBRARY
 @JSON
 def compile_(
@@ -81,6 +102,7 @@ def compile_(
     targets: tuple[str, ...],
     replay: Path | None,
     deny: tuple[str, ...],
+    budget: str | None,
     library: Path | None,
     as_json: bool,
 ) -> None:
@@ -97,6 +119,7 @@ def compile_(
             "library": store,
             "replay": _journal(replay) if replay else None,
             "deny": deny,
+            "budget_s": _seconds(budget),
         }
         for path in _files(paths):
             made = _compile_one(path, options, as_json)
@@ -114,6 +137,29 @@ def compile_(
         click.echo(json.dumps({"schema": "esper-compile/1", "artifacts": rows, "errors": errors}, indent=1))
     if failed:
         sys.exit(failed[0].exit_code or EXIT_FAILURE)
+
+
+@main.command("tune")
+@click.argument("artifact_id")
+@BUDGET
+@LIBRARY
+@JSON
+def tune_(artifact_id: str, budget: str | None, library: Path | None, as_json: bool) -> None:
+    """Search on from the tiles of an artifact, on the machine that it runs on."""
+    from forge.service import as_json as row
+    from forge.service import tune_artifact
+    from library.store import Library
+
+    with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
+        with _progress(as_json) as tell:
+            made = tune_artifact(store, artifact_id, budget_s=_seconds(budget), progress=tell)
+        click.echo(f"{made.artifact_id}  {made.seconds['total']:.1f} s", err=as_json)
+        for warning in dict.fromkeys(made.warnings):
+            click.echo(warning.strip(), err=True)
+        if as_json:
+            click.echo(
+                json.dumps({"schema": "esper-compile/1", "artifacts": [row(made)], "errors": []}, indent=1)
+            )
 
 
 def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> Any:

@@ -42,12 +42,13 @@ class KernelSource:
 @dataclass
 class Kernels:
     """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are
-    the tiles picked for them.
+    the tiles picked for them, `sites` where each was picked first.
     """
 
     by_key: dict[tuple[str, str], KernelSource] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     choices: Choices = field(default_factory=Choices)
+    sites: dict[str, Site] = field(default_factory=dict)
 
     def add(self, plan: KernelPlan, variant: str, divisible: bool) -> str:
         key = (plan.digest, variant)
@@ -69,6 +70,27 @@ class PhaseLowering:
     parts: Partition
     lowered: tuple[tuple[Group, Lowered], ...]
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Site:
+    """A group in whose kernels a tile was picked: enough to make its steps again with other tiles."""
+
+    low: _Lowerer
+    parts: Partition
+    group: Group
+    name: str
+    reverse: bool
+
+    def plan(self, choices: Choices) -> tuple[Plan, Kernels]:
+        """The steps of the group alone, every buffer as memory that a caller gives, and their kernels."""
+        kernels = Kernels(choices=choices)
+        low = replace(self.low, kernels=kernels, buffers=[], numbers={}, fresh=set())
+        low.declare()
+        lowered = _lower_group(low, self.parts, self.group, self.name, self.reverse)
+        steps = _steps(low, self.group, lowered)
+        buffers = tuple(replace(b, source="zeroed" if b.source == "zeroed" else "temp") for b in low.buffers)
+        return Plan("forward", (), (), buffers, tuple(steps)), kernels
 
 
 @dataclass
@@ -178,13 +200,7 @@ def lower_phase(
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
     parts, done = _lowered(low, tag)
-    steps: list[KernelStep | ExternStep] = []
-    for group, lowered in done:
-        for step in lowered.steps:
-            if isinstance(step, Launch):
-                steps.append(low.launch(group.name, step, lowered.temps))
-            else:
-                steps.append(low.call(group.name, step, lowered.temps))
+    steps = [step for group, lowered in done for step in _steps(low, group, lowered)]
     plan = Plan(
         phase.name, bucket, phase.wanted, tuple(low.buffers), tuple(steps),
         outputs=tuple(low.numbers[r] for r in phase.results),
@@ -192,6 +208,15 @@ def lower_phase(
         gradients=tuple(low.numbers[v] for v in (phase.gradients or {}).values()),
     )  # fmt: skip
     return PhaseLowering(low.phase, parts, tuple(done), plan)
+
+
+def _steps(low: _Lowerer, group: Group, lowered: Lowered) -> list[KernelStep | ExternStep]:
+    return [
+        low.launch(group.name, step, lowered.temps)
+        if isinstance(step, Launch)
+        else low.call(group.name, step, lowered.temps)
+        for step in lowered.steps
+    ]
 
 
 def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowered]]]:
@@ -232,8 +257,11 @@ def _lower_groups(low: _Lowerer, parts: Partition, tag: str, done: list[tuple[Gr
     """Lower into `done`; the nodes of the first group that has to come apart, if there is one."""
     directions = _directions(low, parts)
     for position, (group, reverse) in enumerate(zip(parts.groups, directions, strict=True)):
+        name, before = f"{tag}{position}", set(low.kernels.choices.made)
         try:
-            done.append((group, _lower_group(low, parts, group, f"{tag}{position}", reverse)))
+            done.append((group, _lower_group(low, parts, group, name, reverse)))
+            for key in low.kernels.choices.made.keys() - before:
+                low.kernels.sites[key] = Site(replace(low), parts, group, name, reverse)
         except EsperError as error:
             scattered = {
                 n.id for n in group.nodes if lowering_kind(n) in ("reduction", "contraction", "scan")

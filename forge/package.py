@@ -20,7 +20,16 @@ from library.manifest import FORMAT, pack
 from runtime.calls import NONDETERMINISTIC
 
 # Versions of what turns a graph into kernels; a change that alters generated kernels bumps its entry.
-TEMPLATES = {"rows": 4, "pointwise": 2, "matmul": 1, "extern": 2, "scan": 1, "table": 1, "emit": 8}
+TEMPLATES = {
+    "rows": 4,
+    "pointwise": 2,
+    "matmul": 2,
+    "chain": 1,
+    "extern": 2,
+    "scan": 1,
+    "table": 1,
+    "emit": 8,
+}
 
 
 def version_key(work: Work, stated: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from esper_ir.diagnostics import EXIT_USAGE, EsperError
+import torch
+
+from esper_ir.diagnostics import EXIT_USAGE, Accepted, EsperError
 from esper_ir.expand import expand
 from esper_ir.grad import joint
 from esper_ir.graph import Graph
 from esper_ir.verify import typed, verify
 from forge.analysis import analyse, deny
-from forge.lower import PhaseLowering, buckets, lower_phase, same_work
+from forge.lower import Kernels, PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
@@ -21,11 +23,14 @@ from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
+from forge.target import Target
 from forge.templates.choice import tuned_sizes
-from forge.toolchain import build
+from forge.toolchain import build, toolchain_of
+from forge.tune.journal import Choices
+from forge.tune.search import Effort, search
 from forge.work import Work
 from library.launch import Bound
-from runtime.system import extern_versions
+from runtime.system import extern_versions, machine
 
 Step = tuple[str, Callable[[Work], Work]]
 
@@ -156,6 +161,32 @@ def _merged(plans: list[PhaseLowering]) -> list[PhaseLowering]:
     return out
 
 
+def tune(work: Work) -> Work:
+    """Tiles measured on this machine in place of the priors; where the target is not here, those stay."""
+    device = _device(work.target)
+    if device is None or not work.kernels.sites:
+        why = f"no {work.target.name} here" if device is None else "nothing to tune"
+        return replace(work, trials={"schema": "esper-tuning/1", "untimed": why})
+    effort = Effort(work.tuning.trials, work.tuning.seconds)
+    found = search(
+        work.kernels, work.target, device, toolchain_of(work.target), effort, work.tuning.store,
+        work.tuning.progress,
+    )  # fmt: skip
+    given = {**work.kernels.choices.given, **found.given}
+    fresh = replace(work, kernels=Kernels(choices=Choices(given)), lowerings=(), trials=found.report)
+    return plan(fresh) if found.given else replace(work, trials=found.report)
+
+
+def _device(target: Target) -> str | None:
+    """Where code of the target runs in this process, if anywhere."""
+    kind = "cpu" if target.kind == "cpu" else "cuda"
+    if target.kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+        return None
+    here = machine(kind)
+    accepted = isinstance(here.accepts(target.kind, target.arch), Accepted)
+    return ("cpu" if kind == "cpu" else f"cuda:{torch.cuda.current_device()}") if accepted else None
+
+
 def build_kernels(work: Work) -> Work:
     """Text to machine code in sandboxed workers."""
     return replace(work, built=build(work.kernels, work.target))
@@ -177,7 +208,12 @@ FRONT: tuple[Step, ...] = (
 )
 BACK: tuple[Step, ...] = (("build", build_kernels), ("package", pack_artifact))
 FAST = Pipeline("fast", "rules and shipped priors, nothing timed", (*FRONT, *BACK))
-PIPELINES = {p.name: p for p in (FAST,)}
+TUNED: tuple[Step, ...] = (*FRONT, ("tune", tune), *BACK)
+STANDARD = Pipeline("standard", "300 tiles measured on the card that is here, within 5 minutes", TUNED)
+AGGRESSIVE = Pipeline("aggressive", "as many tiles as the budget allows (30 minutes if not told)", TUNED)
+PIPELINES = {p.name: p for p in (FAST, STANDARD, AGGRESSIVE)}
+EFFORTS: dict[str, tuple[int, float]] = {"standard": (300, 300.0), "aggressive": (100_000, 1800.0)}
+"""Trials and seconds of the pipelines that measure."""
 
 
 def pipeline(name: str) -> Pipeline:

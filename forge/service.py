@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ from forge.emit.triton import emit_kernel
 from forge.emit.triton_scalars import preamble
 from forge.lower import Kernels
 from forge.pass_manager import run
-from forge.pipelines import pipeline
+from forge.pipelines import EFFORTS, pipeline
 from forge.target import resolve
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal
-from forge.work import Work
-from library.canon import canonical_json
+from forge.work import Tuning, Work
+from library.canon import canonical_json, parse_json
+from library.manifest import blueprint_text
 from library.store import Library
 from runtime.sandbox import levels_here
 
@@ -58,11 +61,13 @@ def compile_blueprint(
     progress: Callable[[str], None] = lambda step: None,
     replay: object = None,
     deny: Sequence[str] = (),
+    budget_s: float | None = None,
 ) -> list[CompileResult]:
     """Every pipeline x target; nothing is written for a combination that fails, the others stand.
 
     `replay` is a tuning journal (parsed JSON): its choices are made again instead of new ones. `deny` are
-    codes of warnings that are errors here ("all": every one).
+    codes of warnings that are errors here ("all": every one). `budget_s`: seconds that a pipeline which
+    measures may spend on a target; with a replayed journal it goes on from those tiles.
     """
     out = []
     for target_name in targets:
@@ -74,12 +79,26 @@ def compile_blueprint(
             started = time.perf_counter()
             choices = read_journal(replay) if replay is not None else Choices()
             kernels = Kernels(choices=choices)
-            work = Work(blueprint, target, pipeline(name).name, denied=tuple(deny), kernels=kernels)
-            work = run(
-                pipeline(name), work, progress=lambda s, n=name, t=target.name: progress(f"{t} {n}: {s}")
+            told = partial(_told, progress, f"{target.name} {pipeline(name).name}")
+            tuning = _tuning(name, budget_s, library, told)
+            work = Work(
+                blueprint, target, pipeline(name).name, denied=tuple(deny), kernels=kernels, tuning=tuning
             )
+            work = run(pipeline(name), work, progress=told)
             out.append(_store(work, library, time.perf_counter() - started))
     return out
+
+
+def _told(progress: Callable[[str], None], what: str, step: str) -> None:
+    progress(f"{what}: {step}")
+
+
+def _tuning(name: str, budget_s: float | None, library: Library, told: Callable[[str], None]) -> Tuning:
+    """Trials and seconds of a pipeline; a budget that is named is the only limit."""
+    trials, seconds = EFFORTS.get(name, (0, 0.0))
+    if budget_s is not None:
+        trials, seconds = (100_000 if budget_s > seconds else trials), budget_s
+    return Tuning(trials, seconds, library, told)
 
 
 def compile_file(
@@ -120,6 +139,7 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
         "plans.txt": _plans(work).encode(),
         "journal.json": work.kernels.choices.to_bytes(),
         "provenance.json": canonical_json(provenance),
+        **({"tuning.json": json.dumps(work.trials, indent=1).encode()} if work.trials else {}),
     }
     record = library.put_artifact(work.container, side_files=side, provenance=provenance)
     steps = [s for low in work.lowerings for s in low.plan.steps]
@@ -133,8 +153,32 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
         size_bytes=len(work.container),
         kernels=len(work.kernels.by_key),
         externs=sum(type(s).__name__ == "ExternStep" for s in steps),
-        warnings=tuple(str(f) for f in work.findings),
+        warnings=(*(str(f) for f in work.findings), *_untimed(work)),
     )
+
+
+def _untimed(work: Work) -> tuple[str, ...]:
+    why = work.trials.get("untimed")
+    return (f"untimed: {why}; `esper-forge tune` measures it where it is",) if why else ()
+
+
+def tune_artifact(
+    library: Library, artifact_id: str, *, budget_s: float | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> CompileResult:  # fmt: skip
+    """A stored artifact's blueprint and target again, from its own tiles on: the result is a new artifact, or
+    the same one where nothing beat them. `untimed` artifacts of a pipeline that measures become timed.
+    """
+    record = library.resolve(artifact_id)
+    manifest = library.load(record.id, allow_unvalidated=True).container.manifest
+    blueprint = text.parse(blueprint_text(manifest).encode(), source=record.id)
+    journal = parse_json(library.side_file(record.id, "journal.json"))
+    name = record.pipeline if record.pipeline in EFFORTS else "standard"
+    (result,) = compile_blueprint(
+        blueprint, pipelines=(name,), targets=(str(manifest["target"]["name"]),), library=library,
+        progress=progress, replay=journal, budget_s=budget_s,
+    )  # fmt: skip
+    return result
 
 
 def _plans(work: Work) -> str:

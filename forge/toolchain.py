@@ -5,12 +5,15 @@ object.
 from __future__ import annotations
 
 import base64
+import importlib.metadata
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from forge.ctoolchain import compile_c
+from forge.ctoolchain import compile_c, compiler_version, find_compiler
 from forge.emit import c as emit_c
 from forge.emit import triton as emit_triton
 from forge.emit.triton_scalars import POINTER_TYPE
@@ -35,6 +38,13 @@ def build(kernels: Kernels, target: Target) -> Built:
     if not sources:
         return Built((), (), {}, {"fp_fusion": FP_FUSION})
     return _build_c(sources, target) if target.kind == "cpu" else _build_triton(sources, target)
+
+
+def toolchain_of(target: Target) -> str:
+    """The compiler that measurements of a target belong to."""
+    if target.kind == "cpu":
+        return compiler_version(find_compiler())
+    return f"triton {importlib.metadata.version('triton')}"
 
 
 # C ------------------------------------------------------------------------------------------------
@@ -127,10 +137,62 @@ def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
     return Built((blob,), kernels, side, {**toolchain, "ptxas": made["ptxas"], "elf_abi": made["elf_abi"]})
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """One set of kernels as a module of its own, or why it could not be built."""
+
+    kernels: tuple[Kernel, ...] = ()
+    kind: str = ""
+    code: bytes = b""
+    failed: str = ""
+
+
+def build_candidates(sets: Sequence[tuple[KernelSource, ...]], target: Target) -> list[Candidate]:
+    """Every set by itself, dealt to as many workers as there are cores. One that dies fails its share."""
+    if target.kind == "cpu":
+        with ThreadPoolExecutor(_cores()) as pool:
+            return list(pool.map(lambda s: _c_candidate(s, target), sets))
+    asked = {**request((), target), "stage": "candidates"}
+    count = max(min(_cores(), -(-len(sets) // KERNELS_PER_WORKER)), 1)
+
+    def share(at: int) -> list[Candidate]:
+        mine = sets[at::count]
+        texts = [[_kernel_request(s, target) for s in each] for each in mine]
+        try:
+            made = run_worker("forge.build_worker", {**asked, "sets": texts}, BUILD_LIMITS)["sets"]
+        except EsperError as error:
+            return [Candidate(failed=str(error)[:300])] * len(mine)
+        return [_cuda_candidate(each, row) for each, row in zip(mine, made, strict=True)]
+
+    with ThreadPoolExecutor(count) as pool:
+        shares = list(pool.map(share, range(count)))
+    return [shares[at % count][at // count] for at in range(len(sets))]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _cuda_candidate(sources: tuple[KernelSource, ...], row: dict[str, Any]) -> Candidate:
+    if "failed" in row:
+        return Candidate(failed=row["failed"])
+    facts = {e: {**known, **row["usage"].get(e, {})} for e, known in row["kernels"].items()}
+    kernels = tuple(_record(s, "module", _params(s.plan), facts) for s in sources)
+    return Candidate(kernels, "cubin", base64.b64decode(row["cubin"]))
+
+
+def _c_candidate(sources: tuple[KernelSource, ...], target: Target) -> Candidate:
+    try:
+        built = _build_c(sources, target)
+    except EsperError as error:
+        return Candidate(failed=str(error)[:300])
+    return Candidate(built.kernels, "so", built.blobs[0][2])
+
+
 def _compile_parallel(asked: dict[str, Any]) -> list[dict[str, Any]]:
     """Kernels dealt to as many workers as there are cores (each pays about a second to start)."""
     kernels = asked["kernels"]
-    count = max(min(len(os.sched_getaffinity(0)), -(-len(kernels) // KERNELS_PER_WORKER)), 1)
+    count = max(min(_cores(), -(-len(kernels) // KERNELS_PER_WORKER)), 1)
     shares = [{**asked, "stage": "compile", "kernels": kernels[i::count]} for i in range(count)]
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(lambda share: run_worker("forge.build_worker", share, BUILD_LIMITS), shares))

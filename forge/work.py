@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from esper_ir.grad import Joint
 from esper_ir.graph import Blueprint, Graph
 from forge.lower import Kernels, PhaseLowering
 from forge.target import Target
+from forge.tune.store import Store
 from library.launch import Kernel
 
 
@@ -27,8 +28,20 @@ class Built:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """How much to search, where measurements are kept, and who is told of the progress."""
+
+    trials: int = 300
+    seconds: float = 300.0
+    store: Store | None = None
+    progress: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
 class Work:
-    """State of one compilation: blueprint x target x pipeline. `denied`: codes of warnings that fail it."""
+    """State of one compilation: blueprint x target x pipeline. `denied`: codes of warnings that fail it.
+    `trials`: what the tuner measured, or why it did not.
+    """
 
     blueprint: Blueprint
     target: Target
@@ -41,6 +54,8 @@ class Work:
     saved: tuple[str, ...] = ()
     lowerings: tuple[PhaseLowering, ...] = ()
     kernels: Kernels = field(default_factory=Kernels)
+    tuning: Tuning = Tuning()
+    trials: Mapping[str, Any] = field(default_factory=dict)
     built: Built | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     container: bytes = b""

@@ -1,8 +1,9 @@
 """The child's side of `runtime.sandbox`: run as a script, it limits and confines itself, then imports the
 module.
 
-Uses the standard library only until it is confined. Reads one JSON job from stdin, writes one JSON answer
-to the descriptor that stdout was; what the module prints goes to stderr.
+Uses the standard library only until it is confined, but for torch where a card has to be opened first.
+Reads one JSON job from stdin, writes one JSON answer to the descriptor that stdout was; what the module
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def main() -> int:
     os.dup2(2, 1)
     limits, level = job["limits"], "limits"
     limit(limits)
+    sys.path[:] = [job["root"], *job["path"]]
+    if limits["devices"]:
+        _open_card()
     readable = [*SYSTEM, sys.prefix, sys.base_prefix, job["root"], *job["path"], *limits["readable"]]
     if landlock(readable, [job["folder"], *limits["writable"]], limits["devices"]):
         level = "landlock"
         if seccomp():
             level = "full"
-    sys.path[:] = [job["root"], *job["path"]]
     answer = run(job["module"], job["request"])
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     answer |= {"level": level, "peak_bytes": peak * 1024}
@@ -60,6 +63,17 @@ def main() -> int:
     while data:
         data = data[os.write(out, data) :]
     return 0
+
+
+def _open_card() -> None:
+    """The driver opens files, sockets and threads of its own when a card is first used: before the doors
+    close, and before anything of a candidate is read. Without a card there is nothing to open.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
 
 
 def run(module: str, request: Any) -> dict[str, Any]:

@@ -87,10 +87,11 @@ def read(document: object) -> Choices:
     choices = document.get("choices")
     if not isinstance(choices, dict):
         raise _bad("no choices")
-    return Choices({str(k): _tile(str(k), v) for k, v in choices.items()})
+    return Choices({str(k): tile_of(str(k), v) for k, v in choices.items()})
 
 
-def _tile(key: str, row: object) -> Tile:
+def tile_of(key: str, row: object) -> Tile:
+    """The tile of a row {kind, tile}; E0514 for what is none."""
     kind = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
     values = row.get("tile") if isinstance(row, dict) else None
     if kind is None or not isinstance(values, dict) or values.keys() != {f.name for f in fields(kind)}:

@@ -1,0 +1,102 @@
+"""Which tiles may be tried in place of a prior: every field of a tile, within what kernels can hold.
+
+The search walks in steps of one field to a neighbouring value, so a space is a set of fields with their
+values and a rule that refuses what cannot fit; nothing is enumerated that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from forge.plan import ChainTile, MatmulTile, PointTile, RowTile, ScanTile, SumTile, Tile
+
+
+def _powers(low: int, high: int) -> tuple[int, ...]:
+    return tuple(1 << e for e in range(low.bit_length() - 1, high.bit_length()))
+
+
+WARPS = _powers(1, 16)
+SPACES: Mapping[type[Any], Mapping[str, tuple[int, ...]]] = {
+    RowTile: {"block_rows": _powers(1, 256), "rows_per_program": _powers(1, 256),
+              "block_cols": _powers(16, 16384), "warps": WARPS, "programs": _powers(16, 2048),
+              "prefetch": (0, 1)},
+    PointTile: {"block": _powers(128, 16384), "warps": WARPS},
+    SumTile: {"block_parts": _powers(1, 512), "block_cols": _powers(8, 2048), "warps": WARPS},
+    MatmulTile: {"block_m": _powers(16, 256), "block_n": _powers(16, 256), "block_k": _powers(16, 256),
+                 "warps": _powers(2, 16), "stages": (1, 2, 3, 4, 5), "group_m": (1, 4, 8, 16),
+                 "split_k": _powers(1, 32)},
+    ChainTile: {"block_m": _powers(16, 128), "block_k": _powers(16, 256), "block_n": _powers(16, 512),
+                "warps": WARPS, "stages": (1, 2, 3, 4, 5)},
+    ScanTile: {"steps": _powers(1, 64), "parts": _powers(1, 64), "block": _powers(1, 256), "warps": WARPS},
+}  # fmt: skip
+"""Values of each field by kind of tile; a tile without an entry is not tuned. A field that is zero in the
+prior is off and stays off."""
+
+SHARED_BYTES = 220 << 10
+"""Of a multiprocessor of the targets that are timed; operands of a product wait there."""
+ELEMENTS = 1 << 16
+"""Of one tile: more does not fit the registers of a program."""
+
+
+def tunable(tile: Tile) -> bool:
+    return type(tile) in SPACES
+
+
+def neighbours(tile: Tile) -> Iterator[Tile]:
+    """Every tile one step away in one field, in a fixed order."""
+    space = SPACES[type(tile)]
+    for name, values in space.items():
+        now = int(getattr(tile, name))
+        if now == 0 and 0 not in values:
+            continue
+        below = [v for v in values if v < now]
+        above = [v for v in values if v > now]
+        for value in (*below[-1:], *above[:1]):
+            made = _with(tile, name, value)
+            if fits(made):
+                yield made
+
+
+def _with(tile: Tile, name: str, value: int) -> Any:
+    """One field changed; a block of rows that a program owns alone stays a whole number of blocks."""
+    kind = bool if isinstance(getattr(tile, name), bool) else int
+    made: Any = replace(tile, **{name: kind(value)})
+    if isinstance(made, RowTile) and not made.programs and made.rows_per_program < made.block_rows:
+        made = replace(made, rows_per_program=made.block_rows)
+    return made
+
+
+def fits(tile: Tile) -> bool:
+    """Whether a program could hold the tile, and has work for its warps."""
+    if isinstance(tile, RowTile):
+        count = tile.block_rows * tile.block_cols
+        whole = tile.programs or tile.rows_per_program % tile.block_rows == 0
+        return bool(whole) and 32 * tile.warps <= max(count, 32) and count <= ELEMENTS
+    if isinstance(tile, SumTile):
+        count = tile.block_parts * tile.block_cols
+        return 32 * tile.warps <= max(count, 32) and count <= ELEMENTS
+    if isinstance(tile, PointTile):
+        return 32 * tile.warps <= tile.block
+    if isinstance(tile, MatmulTile):
+        staged = 2 * tile.stages * tile.block_k * (tile.block_m + tile.block_n)
+        return staged <= SHARED_BYTES and tile.block_m * tile.block_n <= 64 * 256 * tile.warps // 2
+    if isinstance(tile, ChainTile):
+        return tile.block_m * max(tile.block_k, tile.block_n) <= ELEMENTS // 2
+    return isinstance(tile, ScanTile) and tile.parts * tile.block <= 1024 * tile.warps
+
+
+def features(tile: Tile) -> list[float]:
+    """The tile as numbers, for a model that ranks tiles of one kind."""
+    return [math.log2(1 + int(getattr(tile, f.name))) for f in fields(tile)]
+
+
+def distance(a: Tile, b: Tile) -> int:
+    """Steps between two tiles of one kind."""
+    total = 0
+    for name, values in SPACES[type(a)].items():
+        at = [min(range(len(values)), key=lambda i: abs(values[i] - int(getattr(t, name)))) for t in (a, b)]
+        total += abs(at[0] - at[1])
+    return total
