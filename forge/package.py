@@ -27,7 +27,7 @@ TEMPLATES = {
     "chain": 1,
     "extern": 2,
     "scan": 1,
-    "table": 1,
+    "table": 2,
     "emit": 8,
 }
 

@@ -48,8 +48,10 @@ def gathers(k: Kernel, tile: GatherTile) -> None:
     values, order, listed, starts, out = k.plan.accesses
     kind = TRITON_TYPE[k.plan.accesses[0].dtype.compute]
     starts_at, listed_at = k.pointer[starts.buffer], k.pointer[listed.buffer]
-    w.line(f"first_row = tl.program_id(0).to({k.index_type}) * {tile.rows}")
-    w.line(f"col = tl.program_id(1) * {tile.block_cols} + tl.arange(0, {tile.block_cols})")
+    w.line(f"pid = tl.program_id(0).to({k.index_type})")
+    w.line(f"across = tl.cdiv({cols}, {tile.block_cols})")
+    w.line(f"first_row = pid // across * {tile.rows}")
+    w.line(f"col = pid % across * {tile.block_cols} + tl.arange(0, {tile.block_cols})")
     w.line(f"col_ok = col < {cols}")
     w.line(f"part = first_row // {tile.listed}")
     w.line(f"first = tl.load({starts_at} + part)")

@@ -75,7 +75,7 @@ def lower(
     tile = second.tile
     assert isinstance(tile, GatherTile)
     parts = ceildiv(rows, part.rows)
-    grid = (size_of(ceildiv(rows, tile.rows)), size_of(ceildiv(cols, tile.block_cols)), 1)
+    grid = (size_of(ceildiv(rows, tile.rows) * ceildiv(cols, tile.block_cols)), 1, 1)
     shapes = ((count,), (count,), (parts + 1,))
     temps = {b: Temp(DType.int32, shape) for b, shape in zip(lists, shapes, strict=True)}
     return Lowered("table", (Launch(first, (size_of(parts), 1, 1)), Launch(second, grid)), temps)
@@ -97,5 +97,5 @@ def _place_tile(rows: int) -> PlaceTile:
 
 
 def _gather_tile(cols: int, listed: int) -> GatherTile:
-    wide = min(next_pow2(max(cols, 1)), 1024)
-    return GatherTile(ROWS, LISTED, wide, listed, max(wide // 256, 1))
+    """A warp a program: what it finds in the list it needs at once, and warps would wait for each other."""
+    return GatherTile(ROWS, LISTED, min(next_pow2(max(cols, 1)), 256), listed, 1)
