@@ -231,12 +231,13 @@ def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:
     depth: dict[str, int] = {}
     for node in flat.nodes:
         before = max((depth.get(r, 0) for r in node.tensors), default=0)
-        own = _terms(flat, node, sizes)
+        own = terms(flat, node, sizes)
         depth.update((name, before + own) for name in node.outputs)
     return max((depth.get(name, 0) for name in flat.outputs), default=0)
 
 
-def _terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
+def terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
+    """Elements that a node adds up into one of its results; 1 where it adds none."""
     lowering = lookup(node.op).lowering
     first = graph.types.get(node.tensors[0]) if node.tensors else None
     if isinstance(lowering, Reduction) and first is not None and lowering.combine in ("sum", "prod"):

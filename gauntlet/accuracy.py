@@ -1,12 +1,9 @@
 """Judges tensors of a case with the one rule of `esper_ir.oracle`.
 
-Where the exact result is what is left of a total cancellation (the gradient of a softmax for equal cotangents
-is zero), eager may hit it exactly while any other order of operations is off by roundings of the terms. So a
-result that the rule refuses is judged once more, with what one rounding of the inputs does to the float64
-result in the place of eager's error where that is larger: a result that is exact for inputs one rounding away
-is as good as any (backward stability; Higham, Accuracy and Stability of Numerical Algorithms, 1.5). One that
-was added up over K terms is exact for inputs about sqrt(K) roundings away (the same, ch. 3): to first order
-the error for one rounding, times sqrt(K).
+Where the exact result is what is left of a cancellation (the gradient of a softmax for equal cotangents is
+zero), eager may hit it exactly while any other order of operations is off by roundings of the terms. So a
+result that the rule refuses is judged once more, with what roundings of the inputs and of every value on the
+way do to the float64 result (`meaning.rounded`) in the place of eager's error where that is larger.
 
 Where inf or NaN came in, what comes out may depend on how a composite is written: torch's group norm computes
 x a + (b - mean a), which is inf - inf for an infinite weight, where (x - mean) a + b is inf. There the
@@ -35,7 +32,7 @@ SHAKES = 3
 
 @dataclass(frozen=True)
 class Others:
-    """More float64 results by label: `nearby` for inputs one rounding away (the number of a perturbation is
+    """More float64 results by label: `nearby` with random roundings on the way (the number of a draw is
     given), `flat` by primitives."""
 
     nearby: Callable[[int], Mapping[str, Tensor]]
@@ -67,9 +64,8 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     if exact is not torchs and (found := compare(subject, recipe, row)).passed:
         return found
     error = torch.nan_to_num((eager.double() - exact).abs())
-    length = subject.accumulation(recipe.dims, gradient=label.startswith("d("))
     for shake in range(SHAKES):
-        moved = torch.nan_to_num((others.nearby(shake)[label] - exact).abs() * math.sqrt(max(length, 1)))
+        moved = torch.nan_to_num((others.nearby(shake)[label] - exact).abs())
         error = torch.maximum(error, moved)
     again = compare(
         subject, recipe, (label, got, exact, torch.where(torch.isfinite(exact), exact + error, exact))
@@ -87,20 +83,6 @@ def _by_primitives(row: Row, others: Others) -> Row:
     flat = others.flat()[label]
     use = (kind != meant) & (kind == oracle.classes(flat.to(got.dtype)))
     return label, got, torch.where(use, flat, exact), torch.where(use, flat.to(eager.dtype), eager)
-
-
-def shaken(values: Mapping[str, Tensor], shake: int) -> dict[str, Tensor]:
-    """Floating values in float64, each moved by up to one unit roundoff of the type it is computed with."""
-    out = {}
-    for at, (name, value) in enumerate(sorted(values.items())):
-        if not value.is_floating_point():
-            out[name] = value
-            continue
-        generator = torch.Generator().manual_seed(1009 * shake + at)
-        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
-        unit = 2.0**-53 if value.dtype is torch.float64 else 2.0**-24
-        out[name] = value.double() * (1 + unit * noise)
-    return out
 
 
 def one(subject: Subject, recipe: Recipe, row: Row) -> str:

@@ -7,13 +7,17 @@ matter between the artifact and its caller, and some of torch's own kernels fail
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from esper_ir import reference
+from esper_ir import oracle, reference
+from esper_ir.graph import Node
+from esper_ir.opdef import Creation, Lookup, Movement, Pointwise, Reduction
 from esper_ir.reference import Precision
+from esper_ir.registry import lookup
 from gauntlet.subject import Subject
 
 ALIGNED = 512
@@ -65,6 +69,62 @@ def gradients(
         name: torch.zeros_like(leaves[name]) if grad is None else grad
         for name, grad in zip(names, grads, strict=True)
     }
+
+
+EXACT = frozenset(
+    "neg abs sign relu maximum minimum clamp where floor ceil round trunc cast eq ne lt le gt ge".split()
+)
+"""Pointwise operators that round nothing."""
+
+
+def rounded(
+    subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None] | None, turn: int
+) -> dict[str, Tensor]:
+    """Results in float64 with one random rounding of the compute type in every input and after every
+    primitive that rounds (sqrt(K) of it where K terms are added): one draw of what another correct order of
+    operations may give (Monte Carlo arithmetic: Parker, 1997). By output, or by "d(x)" where cotangents are
+    given.
+    """
+    graph = subject.flat if cotangents is None else subject.joint.graph
+    generator = torch.Generator().manual_seed(1009 * turn + 1)
+
+    def moved(value: Tensor, count: int) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
+        return value.double() * (1 + subject.roundoff * math.sqrt(count) * noise)
+
+    def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        if not _rounds(node):
+            return made
+        return tuple(moved(t, oracle.terms(graph, node, sizes)) for t in made)
+
+    given = {n: moved(t, 1) for n, t in values.items()}
+    if cotangents is not None:
+        for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
+            if name in subject.joint.cotangents:
+                shape = [d.value(subject.bound(values)) for d in kind[2].shape]
+                zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
+                given[subject.joint.cotangents[name]] = zeros if flow is None else moved(flow, 1)
+    with torch.no_grad():
+        found = reference.evaluate_all(graph, given, precision="float64", after=after)
+    if cotangents is None:
+        return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
+    held = subject.joint.gradients
+    return {
+        f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) if at is None else found[at]
+        for n, at in held.items()
+    }
+
+
+def _rounds(node: Node) -> bool:
+    """Movement, selection and comparison do not; nor does a largest or smallest element."""
+    lowering = lookup(node.op).lowering
+    if isinstance(lowering, Reduction):
+        return lowering.combine in ("sum", "prod")
+    if isinstance(lowering, Pointwise):
+        return node.op not in EXACT
+    return not isinstance(lowering, Movement | Creation | Lookup)
 
 
 def _leaf(subject: Subject, tensor: Tensor, precision: Precision, wanted: bool) -> Tensor:

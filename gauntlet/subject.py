@@ -15,7 +15,7 @@ from torch import Tensor
 from esper_ir import canonical, grad, oracle, reference, text, verify
 from esper_ir.expand import expand
 from esper_ir.graph import Blueprint, Graph
-from esper_ir.types import TensorType
+from esper_ir.types import DType, TensorType
 from library import launch as launch_manifest
 from library.launch import DimSource, ExternStep, Guard, LaunchManifest, Plan, evaluate
 from library.manifest import Container, blueprint_text
@@ -79,6 +79,16 @@ class Subject:
         """The graph with every composite written out in primitives."""
         return expand(self.graph)
 
+    @cached_property
+    def roundoff(self) -> float:
+        """Of the type that is computed in: float32, unless something is float64."""
+        wide = any(t.dtype is DType.float64 for _, _, t in (*self.leaves, *self.results))
+        return oracle.BOUNDS[DType.float64 if wide else DType.float32].roundoff
+
+    def bound(self, values: Mapping[str, Tensor]) -> dict[str, int]:
+        """The dims that the shapes of these leaves mean."""
+        return reference.sizes_of(self.graph.inputs, values)
+
     def widened(self, tensor: Tensor) -> Tensor:
         """In float64, dense; of weights that are kept from case to case the last ones are kept so too."""
         if tensor.numel() < WIDE or not any(tensor is t for t in self.kept.values()):
@@ -120,14 +130,14 @@ class Subject:
         (`esper_ir.oracle.accumulation_length`)."""
         key = (gradient, *sorted(dims.items()))
         if key not in self._lengths:
-            graph = self.joint if gradient else self.graph
+            graph = self.joint.graph if gradient else self.graph
             self._lengths[key] = oracle.accumulation_length(graph, dims)
         return self._lengths[key]
 
     @cached_property
-    def joint(self) -> Graph:
+    def joint(self) -> grad.Joint:
         """Forward and backward in one graph."""
-        return grad.joint(self.graph, self.differentiable).graph
+        return grad.joint(self.graph, self.differentiable)
 
     # -- sizes
     # ---------------------------------------------------------------------------------------------------

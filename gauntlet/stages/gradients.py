@@ -87,20 +87,12 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         if got.shape != wanted.shape:
             return Failed(f"{label} has the shape {list(got.shape)} instead of {list(wanted.shape)}")
 
-    def nearby(shake: int) -> dict[str, Tensor]:
-        flows = {str(i): c for i, c in enumerate(flowing) if c is not None}
-        moved = accuracy.shaken(flows, shake)
-        moved_flows = [moved.get(str(i)) for i in range(len(flowing))]
-        found = meaning.gradients(
-            subject, accuracy.shaken(values, shake), moved_flows, recipe.wanted, "float64"
-        )
-        return {f"d({name})": grad for name, grad in found.items()}
-
     def flat() -> dict[str, Tensor]:
         found = meaning.gradients(subject, values, flowing, recipe.wanted, "float64", flat=True)
         return {f"d({name})": grad for name, grad in found.items()}
 
-    return accuracy.all_of(subject, recipe, rows, accuracy.Others(nearby, flat))
+    others = accuracy.Others(lambda turn: meaning.rounded(subject, values, flowing, turn), flat)
+    return accuracy.all_of(subject, recipe, rows, others)
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:

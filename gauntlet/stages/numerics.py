@@ -7,7 +7,7 @@ range, and layouts without a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -128,14 +128,14 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
     ]
 
-    def named(found: Sequence[Tensor]) -> dict[str, Tensor]:
-        pairs = list(zip(subject.blueprint.outputs, found, strict=True))
-        return {n + phase: t for phase in ("", " (training)") for n, t in pairs}
+    def named(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {n + phase: t for phase in ("", " (training)") for n, t in found.items()}
 
-    others = accuracy.Others(
-        lambda shake: named(meaning.outputs(subject, accuracy.shaken(values, shake), "float64")),
-        lambda: named(meaning.outputs(subject, values, "float64", flat=True)),
-    )
+    def flat() -> dict[str, Tensor]:
+        found = meaning.outputs(subject, values, "float64", flat=True)
+        return named(dict(zip(subject.blueprint.outputs, found, strict=True)))
+
+    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, values, None, turn)), flat)
     return accuracy.all_of(subject, recipe, rows, others)
 
 
