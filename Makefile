@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.esper-installed
 DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c runtime/_node.cpp runtime/_segment.h)
 
-.PHONY: help install demo test test-slow test-gpu bench bench-report lint docs library clean
+.PHONY: help install demo demo-growth test test-slow test-gpu bench bench-report lint docs library clean
 
 help:  ## print this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,9 @@ $(STAMP): $(DEPS)
 
 demo: $(STAMP)  ## compile, prove, load and train on real digits
 	$(PY) -m bench.demo
+
+demo-growth: $(STAMP)  ## a network on MNIST-1D finds its bottleneck and grafts a proven kernel there
+	$(PY) -m bench.growing.demo
 
 test: $(STAMP)  ## everything that runs without a card, in minutes
 	$(PY) -m pytest -n 2 -m "not slow and not gpu"

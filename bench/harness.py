@@ -23,7 +23,7 @@ from typing import Any
 import click
 import torch
 
-from bench import bits, faults, figures, host, load, peers, results, whole
+from bench import bits, faults, figures, growth, host, load, peers, results, whole
 from bench.blocks import SIZES, Block, Sizes, available
 from bench.crew import MIN_S, Crew, Job, Means, end_well, say
 from bench.measure import QUICK, Effort, ceilings
@@ -35,7 +35,7 @@ from gauntlet.runner import prove
 from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
-ASKED = ("runtime", "models", "faults")  # only when named: host and load are part of the first
+ASKED = ("runtime", "models", "faults", "growth")  # only when named: host and load are part of the first
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
 LIMIT_S = 170.0
 MODES = ("plain", "graphed", "stack16")
@@ -323,9 +323,11 @@ def main(
     asked = tuple(dict.fromkeys(benches or BENCHES))
     if "faults" in asked:  # has blocks of its own
         failed += faults.alone(library, out, quick)
-        asked = tuple(bench for bench in asked if bench != "faults")
-        if not asked:
-            sys.exit(failed)
+    if "growth" in asked:  # has hosts and seeds of its own
+        failed += growth.alone(only, out)
+    asked = tuple(bench for bench in asked if bench not in ("faults", "growth"))
+    if not asked:
+        sys.exit(failed)
     with opened(library, only, options["models"] if "models" in asked else "") as (store, compiled):
         run = Run(store, compiled, only, {**options, "effort": effort, "out": out})
         for bench in asked:

@@ -166,7 +166,7 @@ def plot(result: Result, path: Path) -> None:
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation accuracy, %")
     axes.set_title(f"MNIST-1D, block {AT} of {mnist1d.PARTS} all but dead: found, and a proven kernel grafted")
-    axes.legend(loc="lower right")
+    axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.35))
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

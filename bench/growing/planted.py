@@ -9,6 +9,7 @@ seeds are not those that anything was tried on while it was written.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -121,6 +122,33 @@ def run(out: Path, library: Library, first: int = FIRST, trials: int = TRIALS, s
         with out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(lines[-1]) + "\n")
     return lines
+
+
+def part(out: str, folder: str, first: int, trials: int) -> None:
+    """What one of several processes does."""
+    torch.set_num_threads(1)
+    with artifacts.stocked(Path(folder), artifacts.WIDE) as library:
+        run(Path(out), library, first, trials)
+
+
+def together(folder: Path, workers: int, first: int = FIRST, trials: int = TRIALS) -> list[Any]:
+    """The same shared among processes, each with seeds of its own. `folder` holds the stocked library."""
+    seeds = -(-trials // len(KINDS))
+    share = -(-seeds // workers)
+    jobs = []
+    for number in range(workers):
+        start = number * share
+        many = min(trials - start * len(KINDS), share * len(KINDS))
+        if many > 0:
+            jobs.append((str(folder / f"planted{number}.jsonl"), str(folder), first + start, many))
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=part, args=job) for job in jobs]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    texts = [Path(job[0]).read_text(encoding="utf-8") for job in jobs if Path(job[0]).exists()]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 @click.command()

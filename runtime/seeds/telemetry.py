@@ -22,7 +22,6 @@ device. Per chunk and sampled step, over at most `ROWS` samples:
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +33,13 @@ from runtime.seeds.state import HEALTH
 
 ROWS = 512  # samples of a step that are looked at
 FEATURES = 128  # features of a chunk whose correlations are looked at
-DRAWN = 32  # random features phi
-SEEN = 16  # random directions of the gradient, per chunk
+DRAWN = 16  # random features phi
+SEEN = 8  # random directions of the gradient, per chunk
 BINS, SPAN = 16, 4.0  # of the histogram, standard deviations
 TINY = 1e-12
 _AT = {name: number for number, name in enumerate(HEALTH)}
+ACTIVATIONS = ("samples", "mean", "variance", "dead", "correlation", "entropy", "rank")
+_GRADIENTS = slice(_AT["grad_samples"], _AT["grad_norm_sq"] + 1)
 
 
 def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
@@ -52,8 +53,9 @@ def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
 
 @dataclass
 class _Branch:
-    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN], the two
-    halves of M per chunk, the scale of h, and the features of the forward that waits for its backward."""
+    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN] (shared by
+    layers of one width), the two halves of M per chunk, the scale of h, and the features of the forward that
+    waits for its backward."""
 
     inward: Tensor
     outward: Tensor
@@ -88,12 +90,14 @@ class _Branch:
             return
         phi = phi - phi.mean(0)
         share = 2.0 * flat.shape[0] / picked.shape[0]  # the loss is a mean over all rows, a half is half of them
+        pairs = picked.shape[0] // 2
+        halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
-            g = picked[:, low:high].view(picked.shape[0], end - first, -1)
-            outward = self.outward[low:high].view(end - first, g.shape[2], -1)
-            seen = torch.einsum("ncf,cfk->nck", g, outward)
-            both = [torch.einsum("nr,nck->crk", phi[s::2], seen[s::2]) for s in (0, 1)]
-            self.halves[:, first:end].add_(torch.stack(both), alpha=share)
+            g = picked[: 2 * pairs, low:high].reshape(2 * pairs, end - first, -1).transpose(0, 1)
+            seen = torch.bmm(g, self.outward[low:high].view(end - first, g.shape[2], -1))
+            seen = seen.view(end - first, pairs, 2, -1).permute(2, 0, 1, 3)  # [2, chunks, pairs, SEEN]
+            both = torch.matmul(halves.transpose(1, 2).unsqueeze(1), seen)
+            self.halves[:, first:end].add_(both, alpha=share)
 
 
 class HealthObserver:
@@ -106,6 +110,8 @@ class HealthObserver:
     def __init__(self, *, memory: float = 0.7, seed: int = 0, gains: bool = True) -> None:
         self.memory, self.seed, self.gains = memory, seed, gains
         self._branches: dict[str, _Branch] = {}
+        self._directions: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._at: dict[torch.device, Tensor] = {}
 
     # -- on sampled steps
 
@@ -119,7 +125,7 @@ class HealthObserver:
             centred = z - mean
             variance = centred.square().mean(0)  # [chunks, features]
             unit = centred * torch.rsqrt(variance + TINY)
-            columns[first:end].add_(_sums(unit, mean, variance))
+            columns[first:end].index_add_(1, self._places(columns), _sums(unit, mean, variance))
             if branch is not None:
                 branch.expect(unit, variance, restart=number == 0)
 
@@ -127,12 +133,9 @@ class HealthObserver:
         """`g`: gradient of the loss at the layer's result, of h's shape."""
         flat = rows_of(g)
         for first, end, low, high in parts(flat.shape[1], columns.shape[0]):
-            norm = flat[:, low:high].view(flat.shape[0], end - first, -1).square().sum((0, 2)).sqrt()
-            found = columns.new_zeros(end - first, columns.shape[1])
-            found[:, _AT["grad_samples"]] = 1.0
-            found[:, _AT["grad_norm"]] = norm
-            found[:, _AT["grad_norm_sq"]] = norm.square()
-            columns[first:end].add_(found)
+            square = flat[:, low:high].square().view(flat.shape[0], end - first, -1).sum((0, 2))
+            found = torch.stack((torch.ones_like(square), square.sqrt(), square), 1)
+            columns[first:end, _GRADIENTS].add_(found)
         branch = self._branches.get(site.name)
         if branch is not None:
             branch.meet(flat)
@@ -158,21 +161,31 @@ class HealthObserver:
             branch.scale.mul_(self.memory)
             branch.waiting = None
 
+    def _places(self, columns: Tensor) -> Tensor:
+        """Numbers of the columns ACTIVATIONS, on the device of `columns`."""
+        found = self._at.get(columns.device)
+        if found is None:
+            found = self._at[columns.device] = torch.tensor([_AT[n] for n in ACTIVATIONS], device=columns.device)
+        return found
+
     def _branch(self, site: Any, rows: Tensor) -> _Branch:
         branch = self._branches.get(site.name)
         if branch is None or branch.inward.device != rows.device or branch.inward.shape[0] != rows.shape[1]:
-            branch = self._fresh(site, rows.shape[1], len(site.slots), rows.device)
+            branch = self._fresh(rows.shape[1], len(site.slots), rows.device)
             self._branches[site.name] = branch
         return branch
 
-    def _fresh(self, site: Any, features: int, chunks: int, device: torch.device) -> _Branch:
-        """Directions from the seed and the site's name, so that every rank and every resume draws the same."""
-        generator = torch.Generator().manual_seed(self.seed + zlib.crc32(site.name.encode()))
-        inward = torch.randn(features, DRAWN, generator=generator) / math.sqrt(features)
+    def _fresh(self, features: int, chunks: int, device: torch.device) -> _Branch:
+        """Directions from the seed alone, so that every rank and every resume draws the same."""
         seen = max(1, min(SEEN, features // chunks))
-        outward = torch.randn(features, seen, generator=generator) / math.sqrt(seen)
+        key = (features, seen, device)
+        if key not in self._directions:
+            generator = torch.Generator().manual_seed(self.seed)
+            inward = torch.randn(features, DRAWN, generator=generator) / math.sqrt(features)
+            outward = torch.randn(features, seen, generator=generator) / math.sqrt(seen)
+            self._directions[key] = inward.to(device), outward.to(device)
         halves = torch.zeros(2, chunks, DRAWN, seen, device=device)
-        return _Branch(inward.to(device), outward.to(device), chunks, halves, torch.zeros(1 + chunks, device=device))
+        return _Branch(*self._directions[key], chunks, halves, torch.zeros(1 + chunks, device=device))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on with the same averages."""
@@ -188,7 +201,7 @@ class HealthObserver:
             site = sites.get(name)
             if site is None or len(site.slots) != saved["halves"].shape[1]:
                 continue
-            branch = self._fresh(site, int(saved["features"]), len(site.slots), site.state.place)
+            branch = self._fresh(int(saved["features"]), len(site.slots), site.state.place)
             branch.halves.copy_(saved["halves"])
             branch.scale.copy_(saved["scale"])
             self._branches[name] = branch
@@ -206,17 +219,12 @@ def _picked(flat: Tensor) -> Tensor:
 
 
 def _sums(unit: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """What one sampled step adds for a run of chunks: [chunks, len(HEALTH)]."""
+    """What one sampled step adds for a run of chunks to the columns ACTIVATIONS: [chunks, 7]."""
     correlation, rank = _correlations(unit, variance)
-    found = unit.new_zeros(unit.shape[1], len(HEALTH))
-    found[:, _AT["samples"]] = 1.0
-    found[:, _AT["mean"]] = mean.mean(1)
-    found[:, _AT["variance"]] = variance.mean(1)
-    found[:, _AT["dead"]] = (variance <= TINY).float().mean(1)
-    found[:, _AT["correlation"]] = correlation
-    found[:, _AT["rank"]] = rank
-    found[:, _AT["entropy"]] = _entropy(unit)
-    return found
+    dead = (variance <= TINY).float().mean(1)
+    return torch.stack(
+        (torch.ones_like(dead), mean.mean(1), variance.mean(1), dead, correlation, _entropy(unit), rank), 1
+    )
 
 
 def _correlations(unit: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,9 +244,12 @@ def _correlations(unit: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 def _entropy(unit: Tensor) -> Tensor:
     """Per chunk of `unit` [samples, chunks, f], nats."""
     chunks = unit.shape[1]
+    if chunks == 1:
+        share = torch.histc(unit.clamp(-SPAN, SPAN), BINS, -SPAN, SPAN) / unit.numel()
+        return -torch.xlogy(share, share).sum().view(1)
     cell = ((unit + SPAN) * (BINS / (2 * SPAN))).clamp_(0, BINS - 1).long()
     cell += BINS * torch.arange(chunks, device=unit.device).view(1, chunks, 1)
     share = torch.zeros(chunks * BINS, device=unit.device)
     share.index_add_(0, cell.flatten(), torch.ones((), device=unit.device).expand(cell.numel()))
     share = share.view(chunks, BINS) / (unit.shape[0] * unit.shape[2])
-    return -(share * share.clamp_min(TINY).log()).sum(1)
+    return -torch.xlogy(share, share).sum(1)
