@@ -24,7 +24,7 @@ from esper_ir.opdef import (
     Wanted,
 )
 from esper_ir.ops.reduction import only
-from esper_ir.ops.rules import ONE, accept, axis, tensor
+from esper_ir.ops.rules import ONE, axis, tensor
 from esper_ir.types import Dim, DType, TensorType
 
 Types = Sequence[TensorType | Number]
@@ -36,7 +36,7 @@ def outside(attrs: Attrs, dtype: DType) -> float | int:
         return 0.0 if dtype.is_floating else 0
     if dtype.is_floating:
         return -float("inf")
-    return 0 if dtype is DType.uint8 else -(1 << (8 * dtype.itemsize - 1))
+    return 0 if dtype in (DType.uint8, DType.bool) else -(1 << (8 * dtype.itemsize - 1))
 
 
 def _resolve(operands: Types, attrs: Attrs) -> dict[str, Any]:
@@ -54,7 +54,6 @@ def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     x, at, size = tensor(operands[0]), attrs["dim"], attrs["size"]
     if size == ONE or size == Dim():
         raise EsperError("E0203", f"a window of {size} positions", hint="a slice, or a number")
-    accept([x], "number")
     return (TensorType(x.dtype, (*x.shape[:at], size, *x.shape[at + 1 :])),)
 
 
@@ -110,6 +109,7 @@ def _samples() -> tuple[Sample, ...]:
         ("float64", (6, 3), {"dim": 0, "mul": 3, "add": 1, "size": 3}),
         ("float32", (1, 3), {"dim": 0, "mul": 2, "add": -2, "size": 4}),
         ("int64", (4, 5), {"dim": 0, "add": 1, "outside": "least"}),
+        ("bool", (3, 4), {"dim": 1, "add": -1}),
     )
     return tuple(Sample((TensorType.of(d, s),), a) for d, s, a in rows)
 
