@@ -238,7 +238,7 @@ def penalty_unused(b: Bench) -> None:
 
 
 DOUBLE = "through the compiled graph torch refuses it before us"
-# torch 2.11 does not look at requires_grad of parameters again (a plain nn.Linear gets no gradients there either);
+# torch 2.11 does not look at requires_grad of parameters again (a plain nn.Linear gets no gradients there);
 # 2.13 does, 2.12 was not tried.
 GUARDED = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 12)
 LATER = {EAGER: WORKS, **dict.fromkeys((COMPILED, DYNAMIC), WORKS if GUARDED else "torch")}
