@@ -28,6 +28,8 @@ class Fuser:
         self.closed = closed
         self.position = {n.id: i for i, n in enumerate(matcher.graph)}
         self.sizes = tuned_sizes(matcher.graph)
+        # Pairs that cannot be placed together, by identity; held, so that no identity comes back.
+        self.hopeless: dict[tuple[int, int], tuple[Group, Group]] = {}
 
     def fuse(self, groups: list[Group]) -> list[Group]:
         """Groups after merging, until nothing changes."""
@@ -109,7 +111,7 @@ class Fuser:
         products = [g for g in (first, second) if g.contraction is not None]
         if len(products) == 2 or any(g.nodes[0].id in self.closed for g in (first, second)):
             return None
-        if self._between(edges, a, b):
+        if (id(first), id(second)) in self.hopeless or self._between(edges, a, b):
             return None
         nodes = sorted([*first.nodes, *second.nodes], key=lambda n: self.position[n.id])
         spaces = [products[0].space] if products else list(dict.fromkeys((second.space, first.space)))
@@ -121,17 +123,22 @@ class Fuser:
                 made = self._place(nodes, Group(space, wanted=wanted), None) if wanted else None
             if made is not None:
                 return made
+        self.hopeless[id(first), id(second)] = (first, second)
         return None
 
     def _wanted(self, nodes: list[Node], space: tuple[Dim, ...]) -> dict[str, Placement]:
         """Where values with operands from outside alone should lie: as those who read them do."""
-        trial = Group(space)
+        trial, missing = Group(space), set[str]()
         for node in nodes:
             placement = self.matcher.place(trial, node)
             if not isinstance(placement, Rejected):
                 self.matcher.join(trial, node, placement)
+                continue
+            placed = any(v in trial.placements for v in node.tensors)
+            if placed or placement.code != "space" or lowering_kind(node) != "pointwise":
+                return {}
+            missing |= set(node.outputs)
         wanted: dict[str, Placement] = {}
-        missing = {o for n in nodes for o in n.outputs} - set(trial.placements)
         for node in reversed(nodes):
             place = wanted.get(node.id) or trial.placements.get(node.id)
             if place is None or lowering_kind(node) != "pointwise":

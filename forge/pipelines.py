@@ -23,6 +23,7 @@ from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
+from forge.passes.turned import turned
 from forge.target import Target
 from forge.templates.choice import tuned_sizes
 from forge.toolchain import build, toolchain_of
@@ -86,6 +87,7 @@ def differentiate(work: Work) -> Work:
     made = joint(work.graph, wanted)
     plain = _plain(made.graph)
     names = dict(zip(made.graph.outputs, plain.outputs, strict=True))
+    plain = turned(plain, {names.get(v, v) for v in made.gradients.values() if v})
     gradients = {k: names.get(v, v) for k, v in made.gradients.items() if v}
     missing = [k for k in wanted if k not in gradients]
     if missing and work.blueprint.differentiable is not None:

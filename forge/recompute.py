@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from esper_ir.diagnostics import Rejected
 from esper_ir.graph import Graph, Node
@@ -29,6 +28,7 @@ from forge.views import ONE, permutation, views
 LONGEST = 32  # nodes of a chain
 WORTH = 0.01  # of all bytes moved, and at least LEAST
 LEAST = 1 << 16
+FEW = 8  # nodes of a group that is not worth a launch
 
 
 def recompute(parts: Partition, target: Target, sizes: Mapping[str, int]) -> Partition:
@@ -45,9 +45,12 @@ def recompute(parts: Partition, target: Target, sizes: Mapping[str, int]) -> Par
 def _first_better(
     parts: Partition, target: Target, sizes: Mapping[str, int], before: int, refused: dict[str, Refusal]
 ) -> Partition | None:
-    for value in sorted(_candidates(parts), key=lambda v: -_bytes(parts.graph, v, sizes)):
+    stored = _stored(parts)
+    for value, group in sorted(_candidates(parts), key=lambda v: -_bytes(parts.graph, v[0], sizes)):
         small = _bytes(parts.graph, value, sizes) < LEAST
-        made = _Rewrite(parts, value, target).made()
+        if small and (value in refused or not _vanishes(group, value, stored)):
+            continue
+        made = _Rewrite(parts, value, target, stored).made()
         if isinstance(made, Rejected):
             refused[value] = Refusal(value, "recompute", made)
             continue
@@ -61,17 +64,39 @@ def _first_better(
     return None
 
 
-def _candidates(parts: Partition) -> Iterator[str]:
+def _vanishes(group: Group, value: str, stored: set[str]) -> bool:
+    """The group makes this value alone, with little work: a launch less where its readers make it."""
+    return group.values() & stored == {value} and len(group.nodes) <= FEW
+
+
+def _candidates(parts: Partition) -> Iterator[tuple[str, Group]]:
     """Pointwise values of one group that another reads."""
-    by_output = parts.graph.by_output
-    for group in parts.groups:
-        for value in sorted(_read_by_others(parts, group) & group.values()):
+    by_output, readers = parts.graph.by_output, _readers(parts)
+    for at, group in enumerate(parts.groups):
+        for value in sorted(v for v in group.values() if readers.get(v, set()) - {at}):
             if lowering_kind(by_output[value]) == "pointwise" and value not in group.columns:
-                yield value
+                yield value, group
 
 
-def _read_by_others(parts: Partition, group: Group) -> set[str]:
-    return {parts.views[v].base for g in parts.groups if g is not group for n in g.nodes for v in n.tensors}
+def _readers(parts: Partition) -> dict[str, set[int]]:
+    """For values with memory, the numbers of the groups that read them."""
+    out: dict[str, set[int]] = {}
+    for at, group in enumerate(parts.groups):
+        for base in _reads(parts, group):
+            out.setdefault(base, set()).add(at)
+    return out
+
+
+def _reads(parts: Partition, group: Group) -> set[str]:
+    return {parts.views[v].base for n in group.nodes for v in n.tensors}
+
+
+def _stored(parts: Partition) -> set[str]:
+    """Values of groups that outputs or other groups read."""
+    outputs, readers = {parts.views[o].base for o in parts.graph.outputs}, _readers(parts)
+    return outputs | {
+        v for at, g in enumerate(parts.groups) for v in g.values() if readers.get(v, set()) - {at}
+    }
 
 
 def _bytes(graph: Graph, value: str, sizes: Mapping[str, int]) -> int:
@@ -83,12 +108,11 @@ def _moved(parts: Partition, sizes: Mapping[str, int]) -> int:
     """Bytes that the groups read and write, each value once a group."""
     total = 0
     free = {n.id for n in parts.graph if lowering_kind(n) == "creation"}
-    outputs = {parts.views[o].base for o in parts.graph.outputs}
+    stored = _stored(parts)
     for group in parts.groups:
         own = group.values()
-        read = {parts.views[v].base for n in group.nodes for v in n.tensors} - own - free
-        written = own & (outputs | _read_by_others(parts, group))
-        total += sum(_bytes(parts.graph, v, sizes) for v in read | written)
+        moved = (_reads(parts, group) - own - free) | (own & stored)
+        total += sum(_bytes(parts.graph, v, sizes) for v in moved)
     return total
 
 
@@ -99,6 +123,7 @@ class _Rewrite:
     parts: Partition
     value: str
     target: Target
+    stored: set[str]
     renamed: dict[int, dict[str, str]] = field(default_factory=dict)
     clones: dict[int, list[Node]] = field(default_factory=dict)
     placements: dict[int, dict[str, Placement]] = field(default_factory=dict)
@@ -187,13 +212,7 @@ class _Rewrite:
         maker = self.parts.graph.by_output.get(base)
         if maker is None or lowering_kind(maker) not in ("pointwise", "movement"):
             return True
-        return base != self.value and base in self._stored
-
-    @cached_property
-    def _stored(self) -> set[str]:
-        outputs = {self.parts.views[o].base for o in self.parts.graph.outputs}
-        read = [v for g in self.parts.groups for v in g.values() & _read_by_others(self.parts, g)]
-        return outputs | set(read)
+        return base != self.value and base in self.stored
 
     def _below(self, node: Node, operand: str, placement: Placement) -> Placement | Rejected:
         shape = self.parts.graph.types[operand].shape

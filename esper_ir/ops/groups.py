@@ -122,6 +122,24 @@ def _expand_groups(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Seque
     return (to(emit, out, x.type.dtype),)
 
 
+def _group_mean(emit: Emit, value: Val, x: Val, attrs: Attrs) -> Val:
+    """Of one value per channel, its mean over a group, [batch, channels, 1, ...]; `value` may be a sum over
+    the other axes.
+    """
+    size = amount(emit, _grouped(x.type, attrs)[1], value.type.dtype)
+    total = emit("sum", _by_group(emit, value, x, attrs), dims=(2,), keepdim=True)
+    return _by_channel(emit, emit("div", total, size), x, attrs)
+
+
+def _from_sums(
+    emit: Emit, h: Val, hat: Val, sums: Sequence[Val], weight: Val | None, x: Val, attrs: Attrs
+) -> Val:
+    """h - mean(h) - x_hat mean(h x_hat), from the sums per channel of g and g x_hat."""
+    weighted = [emit("mul", v, weight) if weight is not None else v for v in sums]
+    plain, turned = (_group_mean(emit, v, x, attrs) for v in weighted)
+    return emit("sub", emit("sub", h, plain), emit("mul", hat, turned))
+
+
 def _vjp_groups(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
@@ -139,13 +157,13 @@ def _vjp_groups(
     sums = [emit("sum", v, dims=dims, keepdim=True) if dims else v for v in (g, along)]
     weight = _per_channel(emit, inputs[1], x) if len(inputs) > 1 else None
     if wanted[0]:
-        size = amount(emit, _grouped(x.type, attrs)[1], g.type.dtype)
         h = emit("mul", g, weight) if weight is not None else g
-        weighted = [emit("mul", v, weight) if weight is not None else v for v in sums]
-        flat = [_by_group(emit, v, x, attrs) for v in weighted]
-        means = [emit("div", emit("sum", v, dims=(2,), keepdim=True), size) for v in flat]
-        plain, turned = (_by_channel(emit, v, x, attrs) for v in means)
-        inner = emit("sub", emit("sub", h, plain), emit("mul", hat, turned))
+        if dims:
+            inner = _from_sums(emit, h, hat, sums, weight, x, attrs)
+        else:
+            turned = _group_mean(emit, emit("mul", h, hat), x, attrs)
+            inner = emit("sub", h, emit("mul", hat, turned))
+            inner = emit("sub", inner, _group_mean(emit, inner, x, attrs))
         found[0] = to(emit, emit("mul", inner, rstd), x.type.dtype)
     for i, total in ((1, sums[1]), (2, sums[0])):
         if i < len(inputs) and wanted[i]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
-from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases, picked
+from forge.picked import picked
+from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases
 from forge.plan import Phase as Sweep
 
 VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
@@ -234,9 +235,8 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
                 w.line(f"next_col = col + {block}")
                 _fetch(k, loads, "next_", {**kept, "c": f"(next_{last[1:]}"}, ("row", "next_col"))
             _columns(k, sweep, loads, [*outer, "col"], kept if whole else {**kept, "c": last})
-            if whole:
-                for s in loads:
-                    w.line(f"raw_{s.name} = next_raw_{s.name}")
+            for s in loads if whole else ():
+                w.line(f"raw_{s.name} = next_raw_{s.name}")
 
 
 def _spans(k: Kernel, block: int) -> list[tuple[str, str, bool]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import esper_ir.text as text
+from esper_ir.builder import Builder
 from esper_ir.diagnostics import Rejected
 from esper_ir.graphbuilder import GraphBuilder
 from esper_ir.types import Dim, DimSpec, DType, TensorType
@@ -21,6 +22,7 @@ from forge.templates import chain
 from forge.views import View, dense_strides, is_dense, views
 from forge.work import Work
 from library.launch import KernelStep
+from tests.forge.whole import check
 
 F, B = DType.float32, DType.bfloat16
 ROWS = {"rows": DimSpec(1, 4096, (64,), 1)}
@@ -223,3 +225,15 @@ def test_saved_values_are_leaves_or_results_with_memory(name: str) -> None:
     assert work.saved and all(known[s].base == s for s in work.saved)
     backward = [low for low in work.lowerings if low.phase.name == "backward"]
     assert all(set(low.phase.saved) == set(work.saved) for low in backward), "one list for every mask"
+
+
+def test_the_gradient_of_a_transposed_weight_is_written_once() -> None:
+    """A linear layer reads its [out, in] weight turned over; no kernel turns the gradient back."""
+    b = Builder("linear")
+    b.dim("rows", max=64, tune=(64,))
+    x, w = b.input("x", B, ["rows", 24]), b.param("w", B, [40, 24])
+    work = check(b.build(b.relu(b.matmul(x, b.permute(w, dims=(1, 0))))), {"rows": 9}, "h100")
+    low = phase(work, "backward")
+    products = [n for n in low.parts.graph if n.op == "matmul"]
+    assert [n.types[0].shape for n in products if n.id in low.phase.gradients.values()] and len(products) == 2
+    assert all(n.op != "cast" for n in low.parts.graph), "nothing is copied"
