@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +90,12 @@ def fill(folder: Path) -> dict[str, str]:
             library.annotate(found.artifact_id, NOTE)
             made[name] = found.artifact_id
     return made
+
+
+def some(values: Iterable[Any], fast: Iterable[Any]) -> list[Any]:
+    """Parameters of a test; those that are not `fast` wait for the slow suite."""
+    kept = list(fast)
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 # -- models and data

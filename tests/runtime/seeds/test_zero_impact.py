@@ -14,7 +14,7 @@ import runtime
 from runtime.seeds.commands import Graft
 from runtime.seeds.incubation import OBJECTIVES
 from runtime.seeds.lifecycle import Fault, Lifecycle
-from tests.runtime.seeds.garden import LIMITS, Bed, Net, batches, loss_of, net
+from tests.runtime.seeds.garden import LIMITS, Bed, Net, batches, loss_of, net, some
 
 STEPS = 100
 
@@ -131,7 +131,7 @@ def bitwise(a: Tensor, b: Tensor) -> bool:
 PLAIN: dict[str, Any] = {"amp": False, "accumulate": 1, "clip": 1e9}
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", some(OBJECTIVES, ["proximal"]))
 def test_every_objective(ids: dict[str, str], objective: str) -> None:
     same(*both(ids["mlp"], Net, Graft(objective=objective), 0.3, **PLAIN)[:2])
 
@@ -139,11 +139,11 @@ def test_every_objective(ids: dict[str, str], objective: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "loop"),
     [
-        (Checkpointed, PLAIN),
-        (Reentrant, PLAIN),
-        (Over, PLAIN),
-        (Net, {**PLAIN, "accumulate": 3}),
-        (Net, {**PLAIN, "clip": 0.05}),
+        pytest.param(Checkpointed, PLAIN, marks=pytest.mark.slow),
+        pytest.param(Reentrant, PLAIN, marks=pytest.mark.slow),
+        pytest.param(Over, PLAIN, marks=pytest.mark.slow),
+        pytest.param(Net, {**PLAIN, "accumulate": 3}, marks=pytest.mark.slow),
+        pytest.param(Net, {**PLAIN, "clip": 0.05}, marks=pytest.mark.slow),
         (Checkpointed, {"amp": False, "accumulate": 2, "clip": 0.05}),
     ],
 )
@@ -151,7 +151,7 @@ def test_whatever_the_loop_does(ids: dict[str, str], kind: type[Net], loop: dict
     same(*both(ids["lora"], kind, Graft(), 0.3, **loop)[:2])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", some([1, 2], [2]))
 def test_mixed_precision_with_a_scaler(ids: dict[str, str], accumulate: int) -> None:
     loop = {"amp": True, "accumulate": accumulate, "clip": 0.5}
     same(*both(ids["bf16"], Net, Graft(), 0.3, **loop)[:2])
