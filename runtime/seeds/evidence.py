@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from runtime.seeds.facts import Arms
 from runtime.seeds.layer import Site, Slot, overriding
 from runtime.seeds.lifecycle import Measured, Number
+from runtime.seeds.ranks import Ranks
 from runtime.seeds.seed import same_random
 from runtime.seeds.state import PROBE
 
@@ -138,11 +139,18 @@ def _write(here: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             tensor.copy_(values[name])
 
 
+def over_ranks(found: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """One arm from those of all ranks: the mean of their first batches, of their second, and so on. Batches
+    that several ranks have alike so count once, and an interval is not narrowed by them."""
+    many = min((len(one) for one in found), default=0)
+    return tuple(fmean(one[i] for one in found) for i in range(many))
+
+
 def measure_arms(
-    model: nn.Module, sites: Mapping[str, Site], slot: Slot, validate: Validate
+    model: nn.Module, sites: Mapping[str, Site], slot: Slot, validate: Validate, ranks: Ranks
 ) -> tuple[Arms, dict[str, Number]]:
     """The three arms of a live slot, and what gates ask of them; the training's state is put back to the
-    bit."""
+    bit. A collective call."""
     began = time.perf_counter()
     with_graft = losses(validate, model)
     middle = time.perf_counter()
@@ -153,6 +161,9 @@ def measure_arms(
         if slot.before is not None:
             with as_before(model, slot.before):
                 snapshot = losses(validate, model)
+    if ranks.many > 1:
+        told = ranks.gather((with_graft, without, snapshot))
+        with_graft, without, snapshot = (over_ranks([arms[i] for arms in told]) for i in range(3))
     arms = Arms(with_graft, without, snapshot)
     extra = (middle - began) / max(end - middle, 1e-9) - 1
     return arms, {**of_arms(arms), "latency_share": extra}

@@ -282,9 +282,10 @@ class Growth:
 
     def arms(self, slot_id: str, validate: measuring.Validate) -> Arms:
         """Losses with the graft, without it, and by the host before it; kept as evidence for G3 to G5. The
-        training's state is the same after as before, to the bit."""
+        training's state is the same after as before, to the bit. All ranks call it; each arm is their mean,
+        batch by batch."""
         slot = self.slot(slot_id)
-        arms, numbers = measuring.measure_arms(self.model, self.sites, slot, validate)
+        arms, numbers = measuring.measure_arms(self.model, self.sites, slot, validate, self.ranks)
         self.measure(slot_id, **numbers)
         self._snapshot = None
         return arms

@@ -167,7 +167,7 @@ class StateTensor:
         return self._crc_of(self._mirror)
 
     def _crc_of(self, data: Tensor) -> int:
-        return zlib.crc32(data.numpy()[: self._owned])  # the host's columns come first
+        return zlib.crc32(data[: self._owned].numpy().tobytes())  # the host's columns come first
 
     def fetch(self, layer: str) -> None:
         """One copy of the device's bytes; the mirror then knows the device's own columns. E1010 when the

@@ -12,6 +12,7 @@ import runtime
 from esper_ir.diagnostics import EsperError
 from runtime.seeds import incubation
 from runtime.seeds.commands import Graft, GraftingStrategy
+from runtime.seeds.evidence import mean_of, over_ranks
 from runtime.seeds.grafting import CURVES, OPERATORS, Reading, alpha_at, blend, effective, progress
 from runtime.seeds.lifecycle import Lifecycle, Limits, Verb
 from runtime.seeds.state import COLUMNS, StateTensor, artifact_prefix, offsets
@@ -73,6 +74,12 @@ def test_an_alpha_per_sample_measures_both_arms_in_one_pass(ids: dict[str, str])
     with pytest.raises(EsperError) as error, bed.growth.override("elsewhere/0", 0.0):
         pass
     assert error.value.code == "E1014"
+
+
+def test_arms_of_several_ranks_are_one() -> None:
+    assert over_ranks([(1.0, 2.0, 3.0), (3.0, 4.0)]) == (2.0, 3.0) and over_ranks([]) == ()
+    same = (0.5, 0.7, 0.6)
+    assert mean_of(over_ranks([same, same])) == mean_of(same)  # the same data twice is not more data
 
 
 @pytest.mark.parametrize("curve", CURVES)
