@@ -69,13 +69,15 @@ def _slots(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
     if layer is None or layer.quiet:
         return h.clone(), _NOTHING.clone()
     with _with_autograd(), torch.set_grad_enabled(grad):
-        x = h.detach().requires_grad_(grad)
+        # A compiled graph writes over its buffers when it has no more use for them: what the backward will
+        # need of this layer's input and result has to lie in memory of its own.
+        x = (h.detach().clone() if grad else h.detach()).requires_grad_(grad)
         y = layer.run(x)
     ticket = next(_tickets) if grad else 0
     if grad:
         _waiting[ticket] = (key, x, y)
     out = y.detach()
-    return (out.clone() if y is x else out), torch.tensor(ticket)
+    return (out.clone() if grad or y is x else out), torch.tensor(ticket)
 
 
 def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> Tensor:
