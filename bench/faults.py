@@ -31,14 +31,16 @@ import click
 
 from bench import results
 from esper_ir.discover import collect
+from gauntlet import elf
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import Judgement, judge
+from library.manifest import unpack
 from tests.faults import classes, corpus
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.table import bound
 
 COUNT, BLUEPRINTS, SUBTLE = 320, 40, 10.0
-DEAR = {"endless loop": 6}
+DEAR = {"endless loop": 5}
 """Mutants of classes whose every verdict takes seconds by nature: a launch that does not end is waited for,
 twice."""
 
@@ -90,16 +92,19 @@ def _blocks(target: str, only: Sequence[str]) -> Iterator[corpus.Block]:
 
 
 def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """(block, mutant): as many of every class, over as many blocks as it has places in, half of them subtle
-    where there are such."""
+    """(block, mutant): as many of every class, over as many blocks as it has places in; of classes that have
+    subtle ones twice as many, two of three of them subtle."""
     kinds: dict[str, FaultClass] = collect(classes, "CLASSES")
     rng = random.Random(seed)
     found: dict[str, list[tuple[str, Mutant]]] = {}
     for name, kind in kinds.items():
         found[name] = _spread([(b.name, m) for b in blocks for m in kind.mutants(b)], rng)
     left, out = count, []
-    for at, name in enumerate(sorted(found, key=lambda k: min(len(found[k]), DEAR.get(k, count)))):
-        share = min(-(-left // (len(found) - at)), len(found[name]), DEAR.get(name, count))
+    weight = {n: 2 if any(m.subtle for _, m in pairs) else 1 for n, pairs in found.items()}
+    open_ = sum(weight.values())
+    for name in sorted(found, key=lambda k: min(len(found[k]), DEAR.get(k, count)) / weight[k]):
+        share = min(-(-left * weight[name] // open_), len(found[name]), DEAR.get(name, count))
+        open_ -= weight[name]
         out += found[name][:share]
         left -= share
     return out
@@ -114,7 +119,8 @@ def _spread(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[s
         rng.shuffle(lane)
     keys = sorted(lanes)
     rng.shuffle(keys)
-    keys = [k for two in _in_turn([k for k in keys if k[0]], [k for k in keys if not k[0]]) for k in two]
+    subtle, plain = [k for k in keys if k[0]], [k for k in keys if not k[0]]
+    keys = [k for three in _in_turn(subtle, plain) for k in three]
     out = []
     while any(lanes.values()):
         out += [lanes[key].pop() for key in keys if lanes[key]]
@@ -122,8 +128,9 @@ def _spread(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[s
 
 
 def _in_turn(one: list[Any], two: list[Any]) -> Iterator[list[Any]]:
-    for at in range(max(len(one), len(two))):
-        yield [*one[at : at + 1], *two[at : at + 1]]
+    """Two of the first, one of the second, and so on."""
+    for at in range(max(-(-len(one) // 2), len(two))):
+        yield [*one[2 * at : 2 * at + 2], *two[at : at + 1]]
 
 
 def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed: int) -> Iterator[Planted]:
@@ -131,6 +138,8 @@ def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed:
     (folder / f"{block.name}.artifact").write_bytes(block.container)
     texts = {f"{m.kernel}__{at}": _renamed(m, f"{m.kernel}__{at}") for at, m in enumerate(mutants) if m.text}
     code = corpus.with_kernels(block, texts) if texts else None
+    if code is not None and block.kind == "c":
+        _same_imports(block, code)
     for at, mutant in enumerate(mutants):
         manifest = block.manifest
         if mutant.launch is not None:
@@ -143,6 +152,13 @@ def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed:
         yield Planted(
             mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle
         )  # fmt: skip
+
+
+def _same_imports(block: corpus.Block, code: bytes) -> None:
+    """A mutant that asks for what no kernel has would be refused for that, and prove nothing."""
+    clean = elf.read(bytes(next(iter(unpack(block.container).blobs.values()))))
+    added = elf.read(code).imports - clean.imports
+    assert not added, f"{block.name}: mutants ask for {sorted(added)}"
 
 
 def _renamed(mutant: Mutant, entry: str) -> str:

@@ -99,7 +99,8 @@ class Context:
     """What a stage is given. `emit` tells the supervisor; `quick` asks for the short list of cases.
 
     `latest`: the case that was begun last. `threads`: of the CPU, as many as the process was given.
-    `candidate_seconds`: spent in candidate code so far. `inside`: candidate code runs, or failed just now.
+    `candidate_seconds`, `candidate_cpu`: spent in candidate code so far, by the clock and by processors.
+    `inside`: candidate code runs, or failed just now.
     """
 
     subject: Subject
@@ -109,6 +110,7 @@ class Context:
     latest: Recipe | None = None
     threads: int = 1
     candidate_seconds: float = 0.0
+    candidate_cpu: float = 0.0
     inside: bool = False
 
     @contextlib.contextmanager
@@ -119,7 +121,7 @@ class Context:
         if self.subject.device.type == "cuda":
             torch.cuda.synchronize(self.subject.device)  # what was begun before is not the candidate's
         self.emit({"event": "launch", "limit": limit})
-        began, self.inside = time.monotonic(), True
+        began, cpu, self.inside = time.monotonic(), time.process_time(), True
         try:
             yield
             if self.subject.device.type == "cuda":
@@ -130,6 +132,7 @@ class Context:
             raise
         finally:
             self.candidate_seconds += time.monotonic() - began
+            self.candidate_cpu += time.process_time() - cpu
             self.emit({"event": "landed"})
 
     @property
@@ -174,13 +177,14 @@ class Sweep:
     shrink: bool = True
 
     def run(self, context: Context) -> Outcome:
-        count, worst, began, before = 0, {}, time.monotonic(), context.candidate_seconds
+        count, worst = 0, dict[str, Any]()
+        began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
         recipes = list(self.recipes(context))
         wanted = len(recipes)
         for at, recipe in enumerate(recipes):
             outcome = self.checked(context, recipe)
             if at == FIRST:
-                own = time.monotonic() - began - (context.candidate_seconds - before)
+                own = time.process_time() - began - (context.candidate_cpu - before)
                 recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget, own / (at + 1))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)

@@ -19,6 +19,7 @@ from torch import Tensor
 from esper_ir.diagnostics import EsperError
 from gauntlet import arena, inputs
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.stages.determinism import near
 from gauntlet.subject import Subject
 from library.launch import Plan, evaluate
 
@@ -26,8 +27,6 @@ CALLS, QUICK_CALLS = 1000, 100
 LEAST_CALLS, QUARTERS, GROWTH_BYTES = 20, 4, 128 << 10
 """Growth is steady when each quarter after the first adds more: an allocator settles, a leak does not."""
 ROTATION = 3
-FAR = 0.05
-"""Of results whose bits may vary: the share of the largest element by which two runs may differ."""
 
 
 def _recipes(context: Context) -> Iterator[Recipe]:
@@ -98,22 +97,11 @@ def _plan(context: Context, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor |
         if wrong := _disturbed(plan, run):
             return wrong
         runs.append(run)
-    alike = arena.same_bits if subject.deterministic else _near
+    alike = arena.same_bits if subject.deterministic else near
     for at, (first, second) in enumerate(zip(runs[0].found, runs[1].found, strict=True)):
         if not alike(first, second):
             return f"result {at} depends on what lay in memory before: {_difference(first, second)}"
     return ""
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    """No element is off by a share of the largest one that no order of a sum explains; random bytes are."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    if not torch.equal(torch.isnan(a), torch.isnan(b)):
-        return False
-    wide, other = (torch.nan_to_num(t.double()) for t in (a, b))
-    top = float(torch.maximum(wide.abs(), other.abs()).max()) if wide.numel() else 0.0
-    return bool(((wide - other).abs() <= FAR * top).all())
 
 
 def _set_up(subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor | None], seed: int) -> _Run:

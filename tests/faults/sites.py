@@ -21,7 +21,7 @@ T_LOAD = re.compile(
     r"(?P<c>\.to\(tl\.float32\))?)\n"
 )
 BITS = {"float": "float32", "uint16_t": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
-SMALL = {"float32": 2e-6, "bfloat16": 0.03}
+SMALL = {"float32": 1.5e-6, "bfloat16": 0.03}
 """A relative error of two to eight times what rounding explains."""
 
 
@@ -57,11 +57,15 @@ class Site:
         return f"tl.where({condition}, {then}, {other})"
 
     def rows(self) -> str:
-        """The name of the number of rows inside the kernel; empty when it is not given."""
-        name = "n_rows" if self.block.kind == "c" else "rows"
-        text = self.block.texts[self.kernel]
-        known = f"{name} = " if self.block.kind == "c" else f", {name}):"
-        return name if known in text else ""
+        """The name of the number of rows inside the kernel; empty when it is not given (a sum over partial
+        rows may be given their number)."""
+        text, roles = self.block.texts[self.kernel], self.block.roles(self.kernel)
+        at = next((n for n, role in enumerate(roles) if role == {"size rows"}), -1)
+        if self.block.kind == "c":
+            found = re.search(rf"int64_t (n_\w+) = \*\(const \w+ \*\)args\[{at}\];", text)
+            return found[1] if found else ""
+        names = re.search(rf"def {self.kernel}\(([^)]*)\)", text)
+        return names[1].split(", ")[at] if names and at >= 0 else ""
 
     def element(self, at: int) -> str:
         """Element number `at` of the same buffer, as a float."""

@@ -29,8 +29,13 @@ def _each(kind: str, change: Callable[[Site], Changes], what: str, *roles: str) 
     return FaultClass(kind, mutants)
 
 
-def _scaled(site: Site) -> str:
-    return f"(({site.value}) * {1 + SMALL[site.dtype]!r}{'f' if site.block.kind == 'c' else ''})"
+def _suffix(site: Site) -> str:
+    """Of a float constant."""
+    return "f" if site.block.kind == "c" else ""
+
+
+def _scaled(site: Site, times: float = 1.0) -> str:
+    return f"(({site.value}) * {1 + times * SMALL[site.dtype]!r}{_suffix(site)})"
 
 
 def _wrong_gradient(site: Site) -> Changes:
@@ -41,7 +46,8 @@ def _wrong_gradient(site: Site) -> Changes:
 def _narrowed(site: Site, bits: int) -> str:
     cut = 16 + bits if site.dtype == "bfloat16" else bits
     if site.block.kind == "c":
-        return f"float_of(bits_of({site.value}) & {2**32 - 2**cut}u)"
+        word = f"union {{ float f; uint32_t u; }} q_ = {{ .f = {site.value} }};"
+        return f"(__extension__ ({{ {word} q_.u &= {2**32 - 2**cut}u; q_.f; }}))"
     whole = f"(({site.value}).to(tl.float32).to(tl.int32, bitcast=True) & {-(2**cut)})"
     return f"{whole}.to(tl.float32, bitcast=True)"
 
@@ -67,7 +73,9 @@ def _by_size(site: Site) -> Changes:
             rare = site.where(f"{rows} % {step} == {rest % step}", _scaled(site), site.value)
             yield f"rows % {step}", rare, True
         if high - beyond > by:
-            yield f"rows > {beyond}", site.where(f"{rows} > {beyond}", _scaled(site), site.value), True
+            # Over many rows eager itself is off by a percent in bfloat16: nothing small is a fault there.
+            much = f"(({site.value}) * {1 + (0.25 if site.dtype == 'bfloat16' else 1e-3)!r}{_suffix(site)})"
+            yield f"rows > {beyond}", site.where(f"{rows} > {beyond}", much, site.value), False
 
 
 def _sign(site: Site) -> Changes:
@@ -78,12 +86,7 @@ def _sign(site: Site) -> Changes:
     zero = "0" if site.block.kind == "c" else "0.0"
     magnitude = f"__builtin_fabsf({site.value})" if site.block.kind == "c" else f"tl.abs({site.value})"
     yield "magnitude", magnitude, False
-    yield "negative ones scaled", site.where(f"{site.value} < {zero}", _scaled_more(site), site.value), True
-
-
-def _scaled_more(site: Site) -> str:
-    """A load is off by so much that the result is."""
-    return f"(({site.value}) * {1 + 2 * SMALL[site.dtype]!r}{'f' if site.block.kind == 'c' else ''})"
+    yield "negative ones scaled", site.where(f"{site.value} < {zero}", _scaled(site, 1.5), site.value), True
 
 
 def _rare(site: Site) -> Changes:
@@ -96,7 +99,7 @@ def _constant_flow(site: Site) -> Changes:
     joint = " && " if site.block.kind == "c" else " & "
     alike = joint.join(f"({site.element(0)} == {site.element(n)})" for n in (1, 2, 3))
     alike += joint + f"({site.element(0)} != 0)"
-    yield "alike", site.where(alike, _scaled_more(site), site.value), True
+    yield "alike", site.where(alike, _scaled(site, 1.5), site.value), True
 
 
 def _epilogue(site: Site) -> Changes:

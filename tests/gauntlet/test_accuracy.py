@@ -1,0 +1,75 @@
+"""Where the second look of the judge begins and ends: cancellation is excused, a fault is not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from esper_ir import text, verify
+from esper_ir.expand import expand
+from esper_ir.reference import evaluate
+from gauntlet import accuracy, inputs, meaning
+from gauntlet.stage import Failed, Passed, Recipe
+from gauntlet.subject import Subject
+from library.manifest import unpack
+from tests.faults import handmade, toys
+
+
+@pytest.fixture
+def subject() -> Subject:
+    return Subject(unpack(handmade.build(toys.softmax())), torch.device("cpu"))
+
+
+def _gradient(subject: Subject, recipe: Recipe, change: Any) -> Any:
+    """The judgement of a float32 gradient of softmax, as a kernel would compute it, changed."""
+    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    y = meaning.outputs(subject, values, "declared")[0]
+    g = flowing[0]
+    assert g is not None
+    total = torch.zeros(y.shape[0], 1)
+    for at in range(y.shape[1]):  # one term after the other: another order than torch's
+        total += (y * g)[:, at : at + 1]
+    got = change(y * (g - total))
+    exact = meaning.gradients(subject, values, flowing, ("x",), "float64")["x"]
+    eager = meaning.gradients(subject, values, flowing, ("x",), "declared")["x"]
+    others = accuracy.Others(
+        lambda turn: meaning.rounded(subject, values, flowing, turn),
+        lambda: {"d(x)": meaning.gradients(subject, values, flowing, ("x",), "float64", flat=True)["x"]},
+    )
+    return accuracy.all_of(subject, recipe, [("d(x)", got, exact, eager)], others)
+
+
+@pytest.mark.parametrize("cotangent", ["ones", "normal", "columns"])
+@pytest.mark.parametrize("draw", ["normal", "uneven", "shifted"])
+def test_another_order_of_a_sum_is_right(subject: Subject, cotangent: str, draw: str) -> None:
+    for seed in range(4):
+        recipe = Recipe("gradients", {"rows": 17, "cols": 70}, draw, "dense", cotangent, ("x",), seed)
+        assert isinstance(_gradient(subject, recipe, lambda t: t), Passed)
+
+
+@pytest.mark.parametrize("draw", ["normal", "uneven", "shifted"])
+def test_a_small_factor_is_wrong(subject: Subject, draw: str) -> None:
+    recipe = Recipe("gradients", {"rows": 48, "cols": 70}, draw, "dense", "normal", ("x",), 1)
+    assert isinstance(_gradient(subject, recipe, lambda t: t * (1 + 4e-6)), Failed)
+    assert isinstance(_gradient(subject, recipe, lambda t: t.bfloat16().float()), Failed)
+
+
+def test_an_infinite_weight_of_a_group_norm() -> None:
+    """torch computes inf - inf where the meaning is inf; both are right, a finite number is not."""
+    blueprint = json.loads(json.dumps(toys.affine().blueprint))
+    blueprint |= {"name": "norm", "nodes": [{"id": "y", "op": "group_norm", "inputs": ["x", "w", "b"],
+                  "attrs": {"num_groups": 4, "eps": 1e-5}}], "outputs": ["y"]}  # fmt: skip
+    graph = verify.typed(text.parse(json.dumps(blueprint)))
+    values = {"x": torch.randn(3, 40) + 1, "w": torch.ones(40), "b": torch.zeros(40)}
+    values["w"][13] = torch.inf
+    found = [evaluate(g, values, precision="float64") for g in (graph, expand(graph))]
+    torchs, flat = (next(iter(results.values())) for results in found)
+    assert bool(torchs[:, 13].isnan().any()) and bool(flat[:, 13].isinf().all())
+    row = ("y", flat.float(), torchs, torchs.float())
+    others = accuracy.Others(lambda turn: {"y": flat}, lambda: {"y": flat})
+    assert torch.equal(accuracy._by_primitives(row, others)[2][:, 13], flat[:, 13])
+    wrong = ("y", torch.where(flat.isinf(), 1.0, flat).float(), torchs, torchs.float())
+    assert not torch.equal(accuracy._by_primitives(wrong, others)[2][:, 13], flat[:, 13])
