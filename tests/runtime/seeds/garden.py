@@ -78,14 +78,16 @@ def documents() -> dict[str, dict[str, Any]]:
     }
 
 
-def fill(folder: Path) -> dict[str, str]:
-    """Compile all into the library that ESPER_LIBRARY names; artifact id by name."""
+def fill(folder: Path, target: str = "cpu", only: tuple[str, ...] = ()) -> dict[str, str]:
+    """Compile all, or `only` some, into the library that ESPER_LIBRARY names; artifact id by name."""
     made: dict[str, str] = {}
     with Library.open() as library:
         for name, document in documents().items():
+            if only and name not in only:
+                continue
             path = folder / f"{name}.json"
             path.write_text(json.dumps(document), encoding="utf-8")
-            (found,) = compile_file(path, targets=("cpu",), library=library)
+            (found,) = compile_file(path, targets=(target,), library=library)
             library.record_verdict(found.artifact_id, REPORT, passed=True)
             library.annotate(found.artifact_id, NOTE)
             made[name] = found.artifact_id
