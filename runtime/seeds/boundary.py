@@ -201,7 +201,7 @@ def _ask_library(growth: Any, ready: Prepared) -> None:
     check_graft(command.graft)
     bans, site = growth.bans, slot.site.name
     ready.numbers = {
-        **known_facts(growth.library, artifact, slot.spec()),
+        **known_facts(growth.library, artifact, slot.spec(), growth.allow_unvalidated),
         "embargoed": bans.embargoed(site, artifact, growth.epoch),
         "tombstoned": bans.buried(site, artifact),
         "quarantined": artifact in bans.quarantine,

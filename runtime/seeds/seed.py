@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from esper_ir.diagnostics import Accepted, EsperError, Rejected
 from library.launch import Interface
-from library.records import VALIDATED
+from library.records import PENDING_BENCHMARKING, VALIDATED
 from library.store import Library
 from runtime import loader
 from runtime.binding import Block, build
@@ -258,7 +258,9 @@ def state_in_library(library: Any, artifact_id: str) -> str:
         return "MISSING"
 
 
-def known_facts(library: Any, artifact_id: str, spec: Spec | None) -> dict[str, Number]:
+def known_facts(
+    library: Any, artifact_id: str, spec: Spec | None, unvalidated: bool = False
+) -> dict[str, Number]:
     """What gate G0 asks of an artifact, from its records and its verified manifest. What nobody measured is
     absent; so is everything about the fit when the layer has not been called yet. Errors: those of the
     library for what is missing, untrusted or damaged."""
@@ -273,8 +275,9 @@ def known_facts(library: Any, artifact_id: str, spec: Spec | None) -> dict[str, 
     latency = dict(report.get("wep") or {}).get("latency_ms_p99")
     if isinstance(latency, (int, float)):
         facts["latency_us"] = float(latency) * 1e3
-    if record.state == VALIDATED:
-        entry = loader.load_entry(artifact_id, device=None if spec is None else spec.device, library=library)
+    if record.state == VALIDATED or (unvalidated and record.state == PENDING_BENCHMARKING):
+        device = None if spec is None else spec.device
+        entry = loader.load_entry(artifact_id, device=device, library=library, allow_unvalidated=unvalidated)
         facts |= declared_by(entry.program.interface)
         if spec is not None:
             judged = layout_of(entry.program.interface, spec)

@@ -259,6 +259,11 @@ def test_an_untrusted_artifact_is_refused(own: Own, tmp_path: Path) -> None:
     (refusal,) = bed.command(Verb.REQUEST_GERMINATION, found.artifact_id).refused
     assert refusal.code == "E1005" and "validated" in refusal.reason
     check()
+    with pytest.warns(loader.UnvalidatedWarning):
+        open_bed = Bed(allow_unvalidated=True)  # for development
+        known = {"risk": 0.0, "confident": True, "latency_us": 1.0}
+        open_bed.growth.measure("body/0", **known)
+        assert open_bed.plant(found.artifact_id).applied[-1].target is S.TRAINING
     library.record_verdict(found.artifact_id, {"stages": []}, passed=True)
     (refusal,) = bed.command(Verb.REQUEST_GERMINATION, found.artifact_id).refused
     assert "risk not measured" in refusal.reason and "confident" in refusal.reason

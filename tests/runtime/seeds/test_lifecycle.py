@@ -155,7 +155,7 @@ def likely(slot: Any, pick: random.Random) -> Verb:
     if pick.random() < 0.25:
         return pick.choice(list(Verb))
     if slot.state in (S.GERMINATED, S.LOADING) and pick.random() < 0.5:
-        return Verb.CANCEL_GERMINATION
+        return pick.choice([Verb.CANCEL_GERMINATION, Verb.CULL])
     if slot.state is S.EVALUATING:
         return Verb.PROMOTE if slot.get("round") == 2 or slot.artifact.startswith(FIXED) else Verb.ADVANCE
     return ONWARD.get(slot.state, Verb.ADVANCE)
