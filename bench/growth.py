@@ -23,6 +23,8 @@ from library.store import Library
 
 PARTS = ("overhead", "commands", "decision", "stalls", "trap", "rollbacks", "planted")
 
+Part = Callable[[Library, str, Path, Callable[[str], None]], dict[str, Any]]
+
 
 def measure(only: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
     """Rows (one per plant) and figures of the parts named (default: all); with what was left out."""
@@ -39,18 +41,26 @@ def measure(only: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]
             mlp = next(r.id for r in library.artifacts(state="VALIDATED") if r.name == "seed_mlp_64")
             for part in wanted:
                 say(f"growth: {part}")
-                try:
-                    found = _PARTS[part](library, mlp, place, say)
-                except Exception as error:  # one part that breaks must not cost the others
-                    say(f"{part} failed: {type(error).__name__}: {str(error)[:300]}")
-                    notes.append(f"{part} failed: {type(error).__name__}: {str(error)[:300]}")
-                    continue
+                found, why = _tried(_PARTS[part], library, mlp, place)
                 rows += found.pop("rows", [])
                 made |= found
+                notes += [f"{part} failed: {why}"] if why else []
     torch.set_num_threads(before)
     loads = (load, os.getloadavg()[0])
-    notes.append(f"load average {loads[0]:.1f} when it began, {loads[1]:.1f} when it ended, {os.cpu_count()} cores")
+    notes.append(
+        f"load average {loads[0]:.1f} when it began, {loads[1]:.1f} when it ended, {os.cpu_count()} cores"
+    )
     return {"rows": rows, "figures": made, "notes": notes}
+
+
+def _tried(part: Part, library: Library, mlp: str, place: Path) -> tuple[dict[str, Any], str]:
+    """What a part gave, and why it broke if it did: one that breaks must not cost the others."""
+    try:
+        return part(library, mlp, place, say), ""
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        say(f"failed: {why}")
+        return {}, why
 
 
 def alone(only: tuple[str, ...], out: Path) -> int:
@@ -60,9 +70,6 @@ def alone(only: tuple[str, ...], out: Path) -> int:
     say(f"written: {results.write(document, out)}")
     figures.show(document)
     return sum("failed" in note for note in found["notes"])
-
-
-Part = Callable[[Library, str, Path, Callable[[str], None]], dict[str, Any]]
 
 
 def _planted(library: Library, mlp: str, place: Path, say: Callable[[str], None]) -> dict[str, Any]:

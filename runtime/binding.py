@@ -287,8 +287,8 @@ class Block(nn.Module):
             self._state, self._broken = recovery.broken(self._state, error), True
 
     def rest(self, on: bool) -> None:
-        """Have the eager twin answer (counted as a fallback) for as long as memory is short; only a block that
-        was loaded with fallback="eager" can."""
+        """Have the eager twin answer (counted as a fallback) for as long as memory is short; only a block
+        that was loaded with fallback="eager" can."""
         if self._broken or self._fallback != "eager":
             return
         program = self._state.program

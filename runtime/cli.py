@@ -101,7 +101,11 @@ def watch(run: Path, as_json: bool, once: bool, interval: float) -> None:
 
         from runtime.strategy.board import watch as follow
 
-        quiet = Console(stderr=True, quiet=True) if as_json else Console(width=None if sys.stdout.isatty() else 130)
+        quiet = (
+            Console(stderr=True, quiet=True)
+            if as_json
+            else Console(width=None if sys.stdout.isatty() else 130)
+        )
         board = follow(run, quiet, once=once or as_json, interval_s=interval)
         if as_json:
             click.echo(json.dumps(board.to_json(), indent=1))

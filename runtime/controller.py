@@ -130,7 +130,10 @@ class TamiyoController:
         self._remember(boundary, packet, found, 1e6 * (time.perf_counter() - began_commit))
         self._tell(boundary, packet, found, kept, spent)
         return AdaptationSignal(
-            boundary.optimizer_changed, bool(boundary.rollback), boundary.rollback, tuple(d.text() for d in kept)
+            boundary.optimizer_changed,
+            bool(boundary.rollback),
+            boundary.rollback,
+            tuple(d.text() for d in kept),
         )
 
     def look(self, accuracy: float | None = None) -> SystemStatePacket:
@@ -200,7 +203,7 @@ class TamiyoController:
         slowest = max((f.exec_us for f in self._snapshot.slots), default=0)
         found = []
         for number, facts in enumerate(self._snapshot.slots):
-            row = self._health.values[number]
+            row = self._health.table[number]
             signals = {n: float(v) for n, v in zip(SIGNALS, row, strict=True) if v == v}
             found.append(
                 HealthReport(
@@ -241,7 +244,9 @@ class TamiyoController:
                 self.growth.measure(command.slot, **numbers)
             self.growth.submit(command)
 
-    def _remember(self, boundary: Boundary, packet: SystemStatePacket, found: Scores, commit_us: float) -> None:
+    def _remember(
+        self, boundary: Boundary, packet: SystemStatePacket, found: Scores, commit_us: float
+    ) -> None:
         for move in boundary.applied:
             if move.source is S.LOADING:
                 self._active_us[move.slot] = commit_us
@@ -265,7 +270,9 @@ class TamiyoController:
         if self.settings.field_reports and rank() == 0:
             telling.tell(telling.reports(boundary.applied, packet, self._begun, self.library), self.library)
         info = loader.cache_info()
-        facts = telling.epoch_facts(self._now(packet), found, decisions, self.settings.policy, hit_ratio(info))
+        facts = telling.epoch_facts(
+            self._now(packet), found, decisions, self.settings.policy, hit_ratio(info)
+        )
         facts["decision_ms"] = 1e3 * spent
         self.bus.publish(Event("EPOCH", packet.current_epoch, packet.step, "", facts))
         moved = self.ladder.look(packet.hardware_context.memory_used)
@@ -285,7 +292,9 @@ class TamiyoController:
         """The packet with the states that the boundary left."""
         states = {slot.id: slot for slot in self.growth.slots}
         now = {
-            name: replace(f, state=states[name].state, alpha=states[name].alpha, artifact=states[name].artifact)
+            name: replace(
+                f, state=states[name].state, alpha=states[name].alpha, artifact=states[name].artifact
+            )
             if f.state is not states[name].state
             else f
             for name, f in packet.seed_states.items()
@@ -321,10 +330,13 @@ class TamiyoController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the controller that wrote `state`; E1033 when it was another kind, and nothing is changed."""
+        """Go on as the controller that wrote `state`; E1033 when it was another kind, and nothing is
+        changed."""
         if state.get("version") != VERSION or state.get("policy_name") != self.settings.policy:
             told = f"version {state.get('version')}, policy {state.get('policy_name')!r}"
-            raise fail("E1033", f"the state is of {told}; this is version {VERSION}, {self.settings.policy!r}")
+            raise fail(
+                "E1033", f"the state is of {told}; this is version {VERSION}, {self.settings.policy!r}"
+            )
         self.policy.load_state_dict(state["policy"])
         self._history = list(state["history"])
         self._asked_at, self._begun = dict(state["asked_at"]), dict(state["begun"])

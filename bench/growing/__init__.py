@@ -1,1 +1,2 @@
-"""What the growth demo and the growth bench share: hosts with planted bottlenecks, data, artifacts, trials."""
+"""What the growth demo and the growth bench share: hosts with planted bottlenecks, data, artifacts,
+trials."""

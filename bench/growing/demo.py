@@ -162,10 +162,20 @@ def plot(result: Result, path: Path) -> None:
     low = min(min(c) for c in result.curves.values())
     for number, (epoch, what) in enumerate(result.events):
         axes.axvline(epoch, color="grey", linewidth=0.8)
-        axes.text(epoch + 0.15, low + 1.5 * (number % 3), what, rotation=90, va="bottom", fontsize=9, color="dimgrey")
+        axes.text(
+            epoch + 0.15,
+            low + 1.5 * (number % 3),
+            what,
+            rotation=90,
+            va="bottom",
+            fontsize=9,
+            color="dimgrey",
+        )
     axes.set_xlabel("epoch")
     axes.set_ylabel("validation accuracy, %")
-    axes.set_title(f"MNIST-1D, block {AT} of {mnist1d.PARTS} all but dead: found, and a proven kernel grafted")
+    axes.set_title(
+        f"MNIST-1D, block {AT} of {mnist1d.PARTS} all but dead: found, and a proven kernel grafted"
+    )
     axes.legend(loc="center right", bbox_to_anchor=(1.0, 0.35))
     figure.tight_layout()
     figure.savefig(path)
@@ -205,13 +215,17 @@ def main(out: Path, as_json: bool) -> None:
     try:
         result = run(out, console)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'esper-forge[demo,forge]'") from None
+        raise click.ClickException(
+            f"{error.name} is missing: pip install 'esper-forge[demo,forge]'"
+        ) from None
     except EsperError as error:
         click.echo(str(error), err=True)
         sys.exit(error.exit_code)
     failures = result.failures()
     if as_json:
-        click.echo(json.dumps({"schema": "esper-growth-demo/1", **asdict(result), "failures": failures}, indent=1))
+        click.echo(
+            json.dumps({"schema": "esper-growth-demo/1", **asdict(result), "failures": failures}, indent=1)
+        )
     else:
         console.print(result.explained)
         told = ", ".join(f"{name} {value:.2f} %" for name, value in result.accuracy.items())

@@ -80,7 +80,9 @@ def commands(library: Library, artifact: str, rounds: int = 200) -> dict[str, An
     """A cached artifact from its command to TRAINING, one boundary, and the cache's hits meanwhile; and
     telemetry from the device to a packet."""
     bed = Bed(library, artifact)
-    tamiyo = runtime.TamiyoController(bed.model, config=Settings(policy="off", limits=QUICK, field_reports=False))
+    tamiyo = runtime.TamiyoController(
+        bed.model, config=Settings(policy="off", limits=QUICK, field_reports=False)
+    )
     times, looks = [], []
     before = loader.cache_info()
     for number in range(rounds + 1):
@@ -103,7 +105,9 @@ def commands(library: Library, artifact: str, rounds: int = 200) -> dict[str, An
     return {
         "command_to_active_ms_p50": figure(statistics.median(times), "ms", 1.0),
         "command_to_active_ms_p99": figure(sorted(times)[int(0.99 * len(times))], "ms"),
-        "cache_hit_ratio": figure(hits / max(hits + misses, 1), "ratio", 0.995, at_least=True, lookups=hits + misses),
+        "cache_hit_ratio": figure(
+            hits / max(hits + misses, 1), "ratio", 0.995, at_least=True, lookups=hits + misses
+        ),
         "telemetry_to_packet_ms_p50": figure(statistics.median(looks), "ms", 10.0),
     }
 
@@ -114,7 +118,7 @@ def commands(library: Library, artifact: str, rounds: int = 200) -> dict[str, An
 def decision(slots: int = 10_000, rounds: int = 9) -> dict[str, Any]:
     """Health, scores, plateau, carrying on and choosing for many slots, from facts to commands."""
     facts = [_facts(number) for number in range(slots)]
-    settings, history = Settings(), tuple([2.0, 1.5, 1.2, *[1.0] * 7])
+    settings, history = Settings(), (2.0, 1.5, 1.2, *[1.0] * 7)
     choice = Choice(query_of(QuerySettings(), HardwareContext(), Limits()))
     times = []
     for _ in range(rounds):
@@ -136,7 +140,9 @@ def _facts(number: int) -> SlotFacts:
         sums |= {"gain": 500.0, "alignment": 9.0}
     layer, chunk = divmod(number, 100)
     return SlotFacts(
-        f"layer{layer}/{chunk}", f"layer{layer}", chunk, (0, 64), S.DORMANT, "", 0.0, 0, False, Fault.NONE, 0, 0, 0,
+        f"layer{layer}/{chunk}",
+        f"layer{layer}", chunk, (0, 64), S.DORMANT, "", 0.0, 0, False, Fault.NONE, 0, 0,
+        0,
         -1, False, "FIXED_RAMP", 0, 0, sums, {}, {},
     )  # fmt: skip
 
@@ -195,9 +201,11 @@ class Stalls:
 _PROCESSES = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
 
 
-def stalls(library: Library, artifact: str, steps: int = 400, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """A life of two seeds under torch.compile: graphs made after the first step, processes started, fallbacks;
-    then the p99 of step times with the forge idle and busy."""
+def stalls(
+    library: Library, artifact: str, steps: int = 400, say: Callable[[str], None] = print
+) -> dict[str, Any]:
+    """A life of two seeds under torch.compile: graphs made after the first step, processes started,
+    fallbacks; then the p99 of step times with the forge idle and busy."""
     counter = Stalls()
     bed = Bed(library, artifact, replace(QUICK, min_training_steps=4, g2_margin=-10.0, trust_radius=100.0),
               torch.compile)  # fmt: skip
@@ -249,12 +257,15 @@ def _life(bed: Bed, artifact: str, times: list[float], steps: int) -> int:
 
 
 def still(name: str, trainable: bool) -> dict[str, Any]:
-    """A seed that does nothing: x * 1, or x + 0 * p with a parameter that has no effect."""
+    """A seed that does nothing: x * 1, or x + 1e-30 p, with a parameter that learns and changes no bit."""
     nodes: list[dict[str, Any]] = [{"id": "y", "op": "mul", "inputs": ["x", 1.0]}]
     params: dict[str, Any] = {}
     if trainable:
         params = {"p": {"dtype": "float32", "shape": [WIDTH], "init": {"kind": "normal"}}}
-        nodes = [{"id": "z", "op": "mul", "inputs": ["p", 0.0]}, {"id": "y", "op": "add", "inputs": ["x", "z"]}]
+        nodes = [
+            {"id": "z", "op": "mul", "inputs": ["p", 1e-30]},
+            {"id": "y", "op": "add", "inputs": ["x", "z"]},
+        ]
     return {
         "format": "esper-blueprint/1",
         "name": name,
@@ -282,15 +293,18 @@ def traps(library: Library, folder: Path) -> dict[str, str]:
 
 
 def trap(library: Library, folder: Path, hosts: int = 20, epochs: int = 14) -> dict[str, Any]:
-    """No-op seeds asked for at epoch 1 beside hosts that learn fast: which gates they passed. A fixed function
-    has no incubation, so G2 is asked of the trainable one alone; alpha is nothing to a no-op, so G3 may pass."""
+    """No-op seeds asked for at epoch 1 beside hosts that learn fast: which gates they passed. A fixed
+    function
+    has no incubation, so G2 is asked of the trainable one alone; alpha is nothing to a no-op, so G3 may
+    pass."""
     passed: dict[str, int] = {"G2": 0, "G4": 0, "G5": 0}
     fell = []
     for name, artifact in traps(library, folder).items():
         for seed in range(hosts // 2):
             settings = replace(
                 trial.SETTINGS, policy="fixed_schedule",
-                schedule=(Planned(1, "blocks.1/0", artifact),), limits=replace(trial.SETTINGS.limits or QUICK, settle_steps=5),
+                schedule=(Planned(1, "blocks.1/0", artifact),),
+                limits=replace(trial.SETTINGS.limits or QUICK, settle_steps=5),
             )  # fmt: skip
             heard: list[Any] = []
             given, model = trial.data(seed), trial.host(seed)

@@ -2,7 +2,8 @@
 
 Blocks of EVERY steps, so that each holds one sampled step of telemetry, alternate between the two; on the
 processor the thread's own time is taken, which others on the machine disturb least. The figure is the median
-of the paired ratios with a bootstrap interval, beside the same for the bare model and a copy of it: the noise.
+of the paired ratios with a bootstrap interval, beside the same for the bare model and a copy of it: the
+noise.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def percent(bare: Step, other: Step, device: torch.device) -> dict[str, float]:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(DRAWS))
     low, high = medians[DRAWS // 40], medians[-DRAWS // 40]
-    return {k: 100.0 * (v - 1.0) for k, v in (("value", statistics.median(ratios)), ("lo", low), ("hi", high))}
+    return {
+        k: 100.0 * (v - 1.0) for k, v in (("value", statistics.median(ratios)), ("lo", low), ("hi", high))
+    }
 
 
 def measure(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
@@ -104,12 +107,20 @@ def measure(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
             calls: Mapping[str, Any] = {"bare": bare, "twin": twin, "grown": grown}
             if mode == "compiled":
                 calls = {name: torch.compile(model) for name, model in calls.items()}
-            steps = {n: step_of(m, calls[n], x) for n, m in (("bare", bare), ("twin", twin), ("grown", grown))}
+            steps = {
+                n: step_of(m, calls[n], x) for n, m in (("bare", bare), ("twin", twin), ("grown", grown))
+            }
             noise = percent(steps["bare"], steps["twin"], device)
             cost = percent(steps["bare"], steps["grown"], device)
             say(f"dormant, width {width}, {mode}: {cost['value']:+.2f} % (noise {noise['value']:+.2f} %)")
             found[f"dormant_percent_{width}_{mode}"] = figure(
-                cost["value"], "%", target, lo=cost["lo"], hi=cost["hi"], noise=noise["value"], rows=ROWS[width]
+                cost["value"],
+                "%",
+                target,
+                lo=cost["lo"],
+                hi=cost["hi"],
+                noise=noise["value"],
+                rows=ROWS[width],
             )
         found[f"memory_percent_{width}"] = figure(memory(grown), "%", MEMORY)
         torch.compiler.reset()
@@ -124,5 +135,7 @@ def memory(model: nn.Module) -> float:
     own = sum(2 * site.state._bytes.numel() for site in growth.sites.values())
     observer: Any = growth.observer
     for branch in observer._branches.values():
-        own += sum(t.numel() * t.element_size() for t in (branch.inward, branch.outward, branch.halves, branch.scale))
+        own += sum(
+            t.numel() * t.element_size() for t in (branch.inward, branch.outward, branch.halves, branch.scale)
+        )
     return 100.0 * own / host

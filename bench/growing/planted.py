@@ -59,8 +59,8 @@ def one(seed: int, kind: str, library: Library) -> dict[str, Any]:
 
 
 def judged(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every plant with its twin: `found` (its slot was the first that a seed was asked for), `resolved` (share
-    of the gap to the healthy twin that growth closed), `fixed`."""
+    """Every plant with its twin: `found` (its slot was the first that a seed was asked for), `resolved`
+    (share of the gap to the healthy twin that growth closed), `fixed`."""
     kept = list(lines)
     healthy = {line["seed"]: line["healthy"] for line in kept if line["kind"] == "twin"}
     rows = []
@@ -72,7 +72,9 @@ def judged(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         found = bool(line["asked"]) and line["asked"][0] == line["site"]
         fixed = resolved is not None and resolved >= RESOLVED and line["site"] in line["kept"]
         row = {k: line[k] for k in ("seed", "kind", "site", "asked", "kept", "epochs", "untouched", "grown")}
-        rows.append({**row, "healthy": healthy[line["seed"]], "resolved": resolved, "found": found, "fixed": fixed})
+        rows.append(
+            {**row, "healthy": healthy[line["seed"]], "resolved": resolved, "found": found, "fixed": fixed}
+        )
     return rows
 
 
@@ -85,7 +87,9 @@ def figures(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     both = sum(r["found"] and r["fixed"] for r in rows)
     found: dict[str, Any] = {
         "planted_found_and_fixed": figure(both, "trials", whole, at_least=True, of=many),
-        "planted_located_first": figure(sum(r["found"] for r in rows), "trials", of=many, chance=1 / trial.PARTS),
+        "planted_located_first": figure(
+            sum(r["found"] for r in rows), "trials", of=many, chance=1 / trial.PARTS
+        ),
         "planted_fixed": figure(sum(r["fixed"] for r in rows), "trials", of=many),
     }
     for kind in KINDS:
@@ -96,19 +100,24 @@ def figures(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     closed = [r["resolved"] for r in rows if r["resolved"] is not None and r["kept"]]
     found["planted_resolved_p50_where_kept"] = figure(statistics.median(closed) if closed else None, "ratio")
     spent = [r["epochs"] for r in rows if r["epochs"] is not None]
-    found["germinated_to_fossilised_epochs_max"] = figure(max(spent, default=None), "epochs", MOST_EPOCHS,
-                                                          median=statistics.median(spent) if spent else None)  # fmt: skip
+    found["germinated_to_fossilised_epochs_max"] = figure(
+        max(spent, default=None), "epochs", MOST_EPOCHS, median=statistics.median(spent) if spent else None
+    )
     healthy = [line for line in kept if line["kind"] == "grown"]
     asked, grown = (sum(bool(line[k]) for line in healthy) for k in ("asked", "kept"))
     found["healthy_hosts_with_a_seed_tried"] = figure(asked, "hosts", of=len(healthy))
     found["healthy_hosts_with_a_graft_kept"] = figure(grown, "hosts", of=len(healthy))
     twins = {line["seed"]: line["healthy"] for line in kept if line["kind"] == "twin"}
-    better = [line["grown"] < twins[line["seed"]] for line in healthy if line["kept"] and line["seed"] in twins]
+    better = [
+        line["grown"] < twins[line["seed"]] for line in healthy if line["kept"] and line["seed"] in twins
+    ]
     found["healthy_grafts_that_lowered_the_test_loss"] = figure(sum(better), "hosts", of=len(better))
     return found
 
 
-def run(out: Path, library: Library, first: int = FIRST, trials: int = TRIALS, stop: float = 1e9) -> list[Any]:
+def run(
+    out: Path, library: Library, first: int = FIRST, trials: int = TRIALS, stop: float = 1e9
+) -> list[Any]:
     """Make the trainings that `out` lacks, until done or `stop` seconds are over; all its lines."""
     lines = [json.loads(t) for t in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     done = {(line["seed"], "" if line["kind"] == "twin" else line["kind"]) for line in lines}

@@ -27,15 +27,17 @@ ALIASES = {"activation_variance": "chunk_variance", "dead_neuron_ratio": "dead_n
 
 
 class HealthMap(Mapping[str, Mapping[str, float]]):
-    """Health per slot as columns: `values[i]` are the SIGNALS of slot `slots[i]`, float64 [slots, signals];
+    """Health per slot as columns: `table[i]` are the SIGNALS of slot `slots[i]`, float64 [slots, signals];
     `samples[i]` the sampled steps behind them. Read as a mapping it gives a slot's signals by name."""
 
-    def __init__(self, slots: Sequence[str], values: NDArray[np.float64], samples: NDArray[np.float64]) -> None:
-        self.slots, self.values, self.samples = tuple(slots), values, samples
+    def __init__(
+        self, slots: Sequence[str], table: NDArray[np.float64], samples: NDArray[np.float64]
+    ) -> None:
+        self.slots, self.table, self.samples = tuple(slots), table, samples
         self._at = {slot: i for i, slot in enumerate(self.slots)}
 
     def __getitem__(self, slot: str) -> Mapping[str, float]:
-        row = self.values[self._at[slot]]
+        row = self.table[self._at[slot]]
         return dict(zip(SIGNALS, row.tolist(), strict=True))
 
     def __iter__(self) -> Iterator[str]:
@@ -46,7 +48,7 @@ class HealthMap(Mapping[str, Mapping[str, float]]):
 
     def column(self, signal: str) -> NDArray[np.float64]:
         """One signal of all slots."""
-        return self.values[:, SIGNALS.index(signal)]
+        return self.table[:, SIGNALS.index(signal)]
 
 
 @dataclass(frozen=True)

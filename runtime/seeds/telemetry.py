@@ -2,8 +2,8 @@
 epoch.
 
 `HealthObserver` adds sums to the `health` column of a layer's state tensor; at the boundary the mechanics
-copy that tensor once, and `runtime.seeds.health` turns the sums of all slots into means. Nothing here waits for the
-device. Per chunk and sampled step, over at most `ROWS` samples:
+copy that tensor once, and `runtime.seeds.health` turns the sums of all slots into means. Nothing here waits
+for the device. Per chunk and sampled step, over at most `ROWS` samples:
 
 - variance: mean over features of the variance over samples; dead: share of features with one value for all;
 - correlation: mean absolute correlation between features; rank: effective rank (participation ratio) of
@@ -53,7 +53,8 @@ def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
 
 @dataclass
 class _Branch:
-    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN] (shared by
+    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN]
+    (shared by
     layers of one width), the two halves of M per chunk, the scale of h, and the features of the forward that
     waits for its backward."""
 
@@ -89,7 +90,9 @@ class _Branch:
         if picked.shape[0] != phi.shape[0]:  # of another forward
             return
         phi = phi - phi.mean(0)
-        share = 2.0 * flat.shape[0] / picked.shape[0]  # the loss is a mean over all rows, a half is half of them
+        share = (
+            2.0 * flat.shape[0] / picked.shape[0]
+        )  # the loss is a mean over all rows, a half is half of them
         pairs = picked.shape[0] // 2
         halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
@@ -165,7 +168,9 @@ class HealthObserver:
         """Numbers of the columns ACTIVATIONS, on the device of `columns`."""
         found = self._at.get(columns.device)
         if found is None:
-            found = self._at[columns.device] = torch.tensor([_AT[n] for n in ACTIVATIONS], device=columns.device)
+            found = self._at[columns.device] = torch.tensor(
+                [_AT[n] for n in ACTIVATIONS], device=columns.device
+            )
         return found
 
     def _branch(self, site: Any, rows: Tensor) -> _Branch:

@@ -98,8 +98,21 @@ class Board:
 
     def _slots(self) -> Table:
         table = Table(title=f"slots ({self.last.get('slots_total', 0)})", title_justify="left", expand=False)
-        for name in ("slot", "stage", "alpha", "round", "artifact", "score", "rank", "dead", "gain", "grafts"):
-            table.add_column(name, no_wrap=True, justify="left" if name in ("slot", "stage", "artifact") else "right")
+        for name in (
+            "slot",
+            "stage",
+            "alpha",
+            "round",
+            "artifact",
+            "score",
+            "rank",
+            "dead",
+            "gain",
+            "grafts",
+        ):
+            table.add_column(
+                name, no_wrap=True, justify="left" if name in ("slot", "stage", "artifact") else "right"
+            )
         for row in self.last.get("slots", ()):
             health = row.get("health", {})
             table.add_row(

@@ -117,7 +117,11 @@ class Chooser:
         facts, target = Facts.of(manifest), manifest["target"]
         machine = system.machine(spec.device.type, spec.device.index or 0)
         judged = machine.accepts(
-            target["kind"], target["arch"], min_driver=facts.min_driver, externs=facts.externs, strict=loader.strict()
+            target["kind"],
+            target["arch"],
+            min_driver=facts.min_driver,
+            externs=facts.externs,
+            strict=loader.strict(),
         )
         return judged if isinstance(judged, Rejected) else None
 
@@ -130,8 +134,9 @@ class Chooser:
         return sum(math.prod(n for n in s.shape if isinstance(n, int)) for s in learn)
 
     def evidence(self, artifact_id: str, limits: Limits) -> dict[str, float]:
-        """Numbers that gate G0 asks for and the library holds under other names. Latency: the upper end of the
-        interval of its mean where no p99 was measured, microseconds. Only where Speculative confidence is opted
+        """Numbers that gate G0 asks for and the library holds under other names. Latency: the upper end of
+        the interval of its mean where no p99 was measured, microseconds. Only where Speculative confidence is
+        opted
         in: that it is taken, and a risk where nobody scored one, by the rule of succession, (failures + 1) /
         (trials + 2), over the cases that the gauntlet ran and what became of the artifact in use."""
         try:

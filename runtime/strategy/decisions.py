@@ -51,7 +51,9 @@ class Record:
         made = [replace(d, outcome=_answer(d.command, boundary)) if d.command else d for d in decisions]
         for decision in made:
             last = self._kept[-1] if self._kept else None
-            waited = last is not None and last.action == decision.action == WAIT and last.slot == decision.slot
+            waited = (
+                last is not None and last.action == decision.action == WAIT and last.slot == decision.slot
+            )
             if waited:
                 self._kept.pop()
             self._kept.append(decision)

@@ -1,4 +1,5 @@
-"""Refusals of the deciding half: code, exit code, title. docs/errors.d/controller.md has one entry for each."""
+"""Refusals of the deciding half: code, exit code, title. docs/errors.d/controller.md has one entry for
+each."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     trainer.add_callback(GrowthCallback(tamiyo, trainer))
 
 The callback takes the trainer itself: the optimizer that callbacks are handed can be None. Losses come from
-the trainer's evaluation loader and its `compute_loss`, unless `validate` is given. It does not roll back: when
-that is asked for, training stops with the reason, and the last checkpoint is the place to go on from.
+the trainer's evaluation loader and its `compute_loss`, unless `validate` is given. It does not roll back:
+when that is asked for, training stops with the reason, and the last checkpoint is the place to go on from.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
 from runtime.controller import TamiyoController
 from runtime.strategy.errors import fail
 from runtime.strategy.packet import AdaptationSignal
 
+try:
+    from transformers import TrainerCallback as Base  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError:
+    Base: Any = object
+
 log = logging.getLogger("esper.runtime")
 
 
-class GrowthCallback(TrainerCallback):
-    """`every`: "epoch", or a number of optimizer steps that counts as one. E1036 without an optimizer or
-    evaluation data."""
+class GrowthCallback(Base):
+    """`every`: "epoch", or a number of optimizer steps that counts as one. E1035 without the package, E1036
+    without an optimizer or evaluation data."""
 
     def __init__(
         self,
@@ -35,6 +39,8 @@ class GrowthCallback(TrainerCallback):
         validate: Callable[[nn.Module], Any] | None = None,
         every: str | int = "epoch",
     ) -> None:
+        if Base is object:
+            raise fail("E1035", "transformers is not installed", hint="pip install 'esper-forge[hf]'")
         self.tamiyo, self.trainer, self.every = tamiyo, trainer, every
         self.validate = validate or self._losses
         self.signal = AdaptationSignal()

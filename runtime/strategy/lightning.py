@@ -1,4 +1,4 @@
-"""Growth under Lightning's Trainer; needs the package `lightning` (or `pytorch-lightning`).
+"""Growth under Lightning's Trainer; needs the package `lightning`.
 
     trainer = Trainer(callbacks=[GrowthCallback(tamiyo, validate)])
 
@@ -14,26 +14,28 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-try:
-    from lightning.pytorch import Callback
-except ModuleNotFoundError:
-    from pytorch_lightning import Callback  # type: ignore[import-not-found, no-redef]
-
 from torch import nn
 
 from runtime.controller import TamiyoController
 from runtime.strategy.errors import fail
 from runtime.strategy.packet import AdaptationSignal
 
+try:
+    from lightning.pytorch import Callback as Base  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError:
+    Base: Any = object
+
 log = logging.getLogger("esper.runtime")
 
 
-class GrowthCallback(Callback):
+class GrowthCallback(Base):
     """`validate(model)` gives the loss of every validation batch, for the controller's own model (not the
-    LightningModule around it). E1036 for a module with several optimizers, or manual optimisation with
+    LightningModule around it). E1035 without the package, E1036 for a module with several optimizers, or manual optimisation with
     none."""
 
     def __init__(self, tamiyo: TamiyoController, validate: Callable[[nn.Module], Any]) -> None:
+        if Base is object:
+            raise fail("E1035", "lightning is not installed", hint="pip install 'esper-forge[lightning]'")
         super().__init__()
         self.tamiyo, self.validate = tamiyo, validate
         self.signal = AdaptationSignal()

@@ -10,6 +10,7 @@ from runtime.seeds.facts import SlotFacts
 from runtime.seeds.health import HealthMap
 from runtime.seeds.lifecycle import Lifecycle
 
+
 @dataclass(frozen=True)
 class HardwareContext:
     """`memory_available_gb`: free memory of the device that trains (of the machine, on the cpu);

@@ -20,7 +20,8 @@ class Plateau:
 
 
 def plateau(history: Sequence[float], epochs_since_change: int, settings: PlateauSettings) -> Plateau:
-    """`epochs_since_change`: since a graft last changed the function; a window that spans one says nothing."""
+    """`epochs_since_change`: since a graft last changed the function; a window that spans one says
+    nothing."""
     window = settings.window
     if len(history) < max(settings.warmup, window + 1) or epochs_since_change < window:
         return Plateau(False, float("nan"), float("nan"))

@@ -1,5 +1,5 @@
-"""Policies: who gets a seed, and when. What runs already is carried on by `carry`, the same for all of them but
-`off` and `replay`.
+"""Policies: who gets a seed, and when. What runs already is carried on by `carry`, the same for all of them
+but `off` and `replay`.
 
 A policy sees one `View` and gives decisions. It moves nothing, draws from its own generator alone, and its
 state is plain data.
@@ -98,7 +98,9 @@ class Heuristic(_Stateless):
         found = self._cancel(view)
         if view.room() == 0 or not view.plateau.reached:
             return found
-        improvement = f"plateau: improvement {view.plateau.improvement:.2%} over {view.settings.plateau.window} epochs"
+        improvement = (
+            f"plateau: improvement {view.plateau.improvement:.2%} over {view.settings.plateau.window} epochs"
+        )
         ranked = [n for n in view.scores.best() if free(view.packet, view.scores.slots[n])]
         good = [n for n in ranked if view.scores.total[n] >= view.settings.sites.min_score]
         if not good:
@@ -160,7 +162,8 @@ class Random(_Stateless):
 
 
 class FixedSchedule(_Stateless):
-    """What the schedule of the settings says, at the epochs it says; a line whose slot is busy is left out."""
+    """What the schedule of the settings says, at the epochs it says; a line whose slot is busy is left
+    out."""
 
     def germinate(self, view: View) -> list[Decision]:
         found: list[Decision] = []
@@ -252,12 +255,18 @@ def strategy_of(view: View, slot: str) -> tuple[GraftingStrategy, str]:
         return GraftingStrategy(view.settings.strategy), f"{view.settings.strategy} by configuration"
     unrest = view.plateau.unrest
     if unrest > UNREST:
-        return GraftingStrategy.DRIFT_CONTROLLED, f"DRIFT_CONTROLLED: validation loss moves {unrest:.1%} an epoch"
+        return (
+            GraftingStrategy.DRIFT_CONTROLLED,
+            f"DRIFT_CONTROLLED: validation loss moves {unrest:.1%} an epoch",
+        )
     signals = view.packet.health_map[slot]
     norm, spread = signals["gradient_norm"], signals["gradient_variance"]
     inside = view.limits.gradient_low <= norm <= view.limits.gradient_high
     if inside and spread > IRREGULAR * norm * norm:
-        return GraftingStrategy.GRAD_NORM_GATED, f"GRAD_NORM_GATED: gradient norm {norm:.3g} varies by {spread:.3g}"
+        return (
+            GraftingStrategy.GRAD_NORM_GATED,
+            f"GRAD_NORM_GATED: gradient norm {norm:.3g} varies by {spread:.3g}",
+        )
     return GraftingStrategy.FIXED_RAMP, "FIXED_RAMP: the run is calm"
 
 

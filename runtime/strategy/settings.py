@@ -11,7 +11,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,7 +139,10 @@ def _read(path: Path) -> Any:
         import yaml
     except ModuleNotFoundError:
         raise fail(
-            "E1035", "reading a YAML file needs PyYAML", node=str(path), hint="pip install 'esper-forge[growth]'"
+            "E1035",
+            "reading a YAML file needs PyYAML",
+            node=str(path),
+            hint="pip install 'esper-forge[growth]'",
         ) from None
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -172,7 +175,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         inner = next(a for a in arguments if a is not type(None))
         return None if value is None else _value(inner, value, where)
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, typing.cast(type, hint)) else _record(typing.cast(type, hint), value, where)
+        return (
+            value
+            if isinstance(value, typing.cast(type, hint))
+            else _record(typing.cast(type, hint), value, where)
+        )
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise fail("E1030", f"must be a list, not {type(value).__name__}", node=where)

@@ -47,7 +47,8 @@ class Scores:
         """One line about one slot, with the numbers that count."""
         signals = packet.health_map[self.slots[number]]
         return (
-            f"score {self.total[number]:.2f} (gain {self.gain[number]:.2f}, distance {self.distance[number]:.2f}); "
+            f"score {self.total[number]:.2f} "
+            f"(gain {self.gain[number]:.2f}, distance {self.distance[number]:.2f}); "
             f"predicted gain {signals['predicted_gain']:.3g} at alignment {signals['gain_alignment']:.2f}, "
             f"effective rank {signals['effective_rank']:.3f}, dead {signals['dead_node_ratio']:.2f}"
         )
@@ -64,7 +65,9 @@ def scores(packet: SystemStatePacket, settings: SiteSettings) -> Scores:
     gain = settings.gain_weight * weighed * (predicted / total if total > 0.0 else 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
         ranks = np.log(health.column("effective_rank"))
-    distance = np.maximum(_distance(ranks, widths), _distance(health.column("dead_node_ratio"), widths, high=True))
+    distance = np.maximum(
+        _distance(ranks, widths), _distance(health.column("dead_node_ratio"), widths, high=True)
+    )
     both = np.where(health.samples >= settings.min_samples, gain + distance, np.nan)
     return Scores(health.slots, both, gain, distance)
 

@@ -23,8 +23,10 @@ from runtime.strategy.board import Board, bar, sparkline, watch
 from runtime.strategy.settings import Settings, settings_of
 
 ROW = {
-    "slot": "blocks.1/0", "state": "GRAFTING", "alpha": 0.5, "round": 1, "artifact": "82a0b99e4082-cpu-v4-fast-0",
-    "grafts": 0, "score": 4.5, "health": {"effective_rank": 0.07, "dead_node_ratio": 0.0, "predicted_gain": 0.02},
+    "slot": "blocks.1/0", "state": "GRAFTING", "alpha": 0.5, "round": 1,
+    "artifact": "82a0b99e4082-cpu-v4-fast-0",
+    "grafts": 0, "score": 4.5,
+    "health": {"effective_rank": 0.07, "dead_node_ratio": 0.0, "predicted_gain": 0.02},
 }  # fmt: skip
 
 
@@ -32,9 +34,16 @@ def write_run(folder: Path, finished: bool = True) -> None:
     bus = LocalBus()
     bus.subscribe(EventFile(folder))
     for epoch, loss in enumerate((2.0, 1.0, 0.5)):
-        facts = {"validation_loss": loss, "validation_accuracy": 70.0 + epoch, "slots": [ROW], "slots_total": 4}
+        facts = {
+            "validation_loss": loss,
+            "validation_accuracy": 70.0 + epoch,
+            "slots": [ROW],
+            "slots_total": 4,
+        }
         bus.publish(Event("EPOCH", epoch, 10 * epoch, "", facts))
-    bus.publish(Event("SEED_STAGE_CHANGED", 2, 30, "blocks.1/0", {"source": "TRAINING", "target": "GRAFTING"}))
+    bus.publish(
+        Event("SEED_STAGE_CHANGED", 2, 30, "blocks.1/0", {"source": "TRAINING", "target": "GRAFTING"})
+    )
     bus.publish(Event("SEED_FOSSILIZED", 2, 30, "blocks.1/0", {"artifact": "82a0b99e4082-cpu-v4-fast-0"}))
     if finished:
         bus.publish(Event("RUN_FINISHED", 2, 30))
@@ -96,7 +105,8 @@ def test_the_board_shows_slots_stages_alphas_and_health(tmp_path: Path) -> None:
     console = Console(record=True, width=140, file=(tmp_path / "screen").open("w", encoding="utf-8"))
     board = watch(tmp_path, console)
     text = console.export_text()
-    for wanted in ("blocks.1/0", "GRAFTING", "0.50", "82a0b99e4082", "4.5", "0.07", "fossilised 1", "finished",
+    for wanted in ("blocks.1/0", "GRAFTING", "0.50", "82a0b99e4082", "4.5", "0.07", "fossilised 1",
+                   "finished",
                    "validation loss 0.5000", "accuracy 72.00 %", "SEED_FOSSILIZED", "slots (4)"):  # fmt: skip
         assert wanted in text, wanted
     assert board.losses == [2.0, 1.0, 0.5] and board.finished
@@ -148,7 +158,9 @@ def test_scalars_are_written_for_tensorboard(tmp_path: Path) -> None:
     assert {"slots/blocks.1/0/alpha", "slots/blocks.1/0/effective_rank"} <= set(tags)
 
 
-def test_without_tensorboard_the_refusal_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_tensorboard_the_refusal_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from runtime.strategy.tensorboard import TensorBoardWriter
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

@@ -72,7 +72,9 @@ def test_a_seed_lives_from_the_schedule_to_the_fossil(ids: Ids, tmp_path: Path) 
     kinds = {event.kind for event in heard}
     assert {"EPOCH", "SEED_GERMINATED", "SEED_STAGE_CHANGED"} <= kinds
     tamiyo.close()
-    lines = [json.loads(t) for t in (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(t) for t in (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert lines[-1]["kind"] == "RUN_FINISHED" and sum(line["kind"] == "EPOCH" for line in lines) == 16
 
 
@@ -86,7 +88,9 @@ def test_packets_hold_what_the_design_names(ids: Ids) -> None:
     assert math.isfinite(packet.validation_loss) and packet.hardware_context.device_type == "cpu"
     assert set(packet.seed_states) == {"front/0", "body/0"} == set(packet.health_map)
     signals = packet.health_map["body/0"]
-    assert set(signals) == set(SIGNALS) and signals["gradient_norm"] > 0 and 0 < signals["effective_rank"] <= 1
+    assert (
+        set(signals) == set(SIGNALS) and signals["gradient_norm"] > 0 and 0 < signals["effective_rank"] <= 1
+    )
     report = {r.slot: r for r in tamiyo.health()}["body/0"]
     assert report["activation_variance"] == report["chunk_variance"] == signals["chunk_variance"]
     assert report.epoch == 1 and not report.is_ready_for_transition and 0 <= report.cache_hit_ratio <= 1
@@ -131,7 +135,9 @@ def test_the_library_is_asked_by_tags_and_what_does_not_fit_is_told(ids: Ids) ->
     tamiyo = controller(grown, policy="off", query={"required": ["seed"], "preferred": ["fast"]})
     grown.step(4)
     choice = tamiyo.choose("body/0", tamiyo.look())
-    assert choice.artifact in {ids["mlp"], ids["lora"], ids["fixed"], ids["noop"]} and choice.tags() == ("seed",)
+    assert choice.artifact in {ids["mlp"], ids["lora"], ids["fixed"], ids["noop"]} and choice.tags() == (
+        "seed",
+    )
     assert choice.refused[ids["bf16"]].code == "E0811" and choice.refused[ids["half"]].code == "E0810"
     none = controller(bed(), policy="off", query={"required": ["no_such_tag"]})
     none.growth.model(torch.randn(2, 8))
@@ -143,7 +149,9 @@ def test_an_artifact_that_costs_too_many_parameters_is_not_asked_for(ids: Ids) -
     tamiyo = controller(grown, policy="off", limits={**vars(LIMITS), "max_rent": 0.2})
     grown.step(2)
     choice = tamiyo.choose("body/0", tamiyo.look())
-    assert "rent" in choice.refused[ids["mlp"]].reason and ids["mlp"] not in [m.artifact_id for m in choice.matches]
+    assert "rent" in choice.refused[ids["mlp"]].reason and ids["mlp"] not in [
+        m.artifact_id for m in choice.matches
+    ]
 
 
 def test_the_heuristic_asks_at_a_plateau_only(ids: Ids) -> None:
@@ -211,7 +219,7 @@ def test_a_resumed_controller_decides_the_same(ids: Ids) -> None:
             tamiyo.load_state_dict(state)
         epochs(grown, tamiyo, 4)
         rows = [(s.id, s.state, s.artifact) for s in grown.growth.slots]
-        return tamiyo.explain(), [rows, tamiyo.look().health_map.values.tobytes()]
+        return tamiyo.explain(), [rows, tamiyo.look().health_map.table.tobytes()]
 
     assert run(False) == run(True)
 

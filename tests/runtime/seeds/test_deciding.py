@@ -27,7 +27,7 @@ from runtime.strategy.sites import scores
 from tests.runtime.seeds.test_telemetry import facts
 
 S = Lifecycle
-FLAT = tuple([2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+FLAT = (2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 HEALTHY = {
     "chunk_variance": 1.0, "dead_node_ratio": 0.0, "effective_rank": 0.1, "avg_inter_node_correlation": 0.2,
     "activation_entropy": 2.0, "gradient_norm": 0.01, "gradient_variance": 1e-6, "predicted_gain": 1e-3,
@@ -36,7 +36,10 @@ HEALTHY = {
 
 
 def packet(
-    signals: dict[str, dict[str, float]], history: tuple[float, ...] = FLAT, samples: float = 20.0, **states: Any
+    signals: dict[str, dict[str, float]],
+    history: tuple[float, ...] = FLAT,
+    samples: float = 20.0,
+    **states: Any,
 ) -> SystemStatePacket:
     """Slots by what differs from HEALTHY; `states` by slot: facts that differ."""
     rows = {slot: {**HEALTHY, **given} for slot, given in signals.items()}
@@ -51,7 +54,9 @@ def six(**odd: dict[str, float]) -> dict[str, dict[str, float]]:
 
 
 def match(artifact_id: str, *tags: str) -> KernelMatch:
-    return KernelMatch(artifact_id, "ab", "cpu-v2", "x86-64-v2", tags, len(tags), 0.1, None, 0.0, "High", None)
+    return KernelMatch(
+        artifact_id, "ab", "cpu-v2", "x86-64-v2", tags, len(tags), 0.1, None, 0.0, "High", None
+    )
 
 
 def view(given: SystemStatePacket, settings: Settings | None = None, **more: Any) -> View:
@@ -62,7 +67,9 @@ def view(given: SystemStatePacket, settings: Settings | None = None, **more: Any
         "plateau": plateau(given.history, 99, settings.plateau),
         "settings": settings,
         "limits": Limits(),
-        "choose": lambda slot: Choice(KernelQuery(preferred_tags=("trainable",)), (match("one", "trainable"),)),
+        "choose": lambda slot: Choice(
+            KernelQuery(preferred_tags=("trainable",)), (match("one", "trainable"),)
+        ),
         "germinated": 0,
         "asked_at": {},
     }
@@ -125,7 +132,11 @@ def test_at_a_plateau_the_worst_slot_gets_the_best_artifact_by_id() -> None:
     assert found.command is not None and found.command.kernel_artifact_id == "one"
     assert found.command.slot == "c/0" and found.command.command is Verb.REQUEST_GERMINATION
     assert found.command.selected_for_tags == ("trainable",)
-    assert "plateau" in found.text() and "alignment 0.90" in found.text() and "asked for trainable?" in found.text()
+    assert (
+        "plateau" in found.text()
+        and "alignment 0.90" in found.text()
+        and "asked for trainable?" in found.text()
+    )
 
 
 @pytest.mark.parametrize("history", [FLAT[:3], tuple(0.8**n for n in range(12))])
@@ -185,7 +196,9 @@ def test_running_seeds_are_carried_on_by_their_gates() -> None:
     assert carried(S.EVALUATING, round=2, evidence={"contribution": good}) == [], "the gate does not hold"
     assert carried(S.EVALUATING, ready=True, evidence={"contribution": bad}) == [Verb.CULL]
     assert carried(S.EVALUATING, ready=True) == [], "nothing was measured"
-    assert carried(S.FINE_TUNING, since_epoch=9) == [] and carried(S.FINE_TUNING, since_epoch=3) == [Verb.ADVANCE]
+    assert carried(S.FINE_TUNING, since_epoch=9) == [] and carried(S.FINE_TUNING, since_epoch=3) == [
+        Verb.ADVANCE
+    ]
     fixed = {"parameters": 0, "round": 1, "ready": True, "evidence": {"contribution": good}}
     assert carried(S.EVALUATING, **fixed) == [Verb.PROMOTE], "a fixed function needs no second round"
 
@@ -216,7 +229,10 @@ def test_a_fixed_schedule_does_what_it_says_and_names_a_slot_that_is_not_there()
     lines = [{"epoch": 9, "slot": "b/0", "artifact": "mine"}, {"epoch": 4, "slot": "a/0"}]
     settings = settings_of({"policy": "fixed_schedule", "schedule": lines})
     (found,) = policy_of(settings).germinate(view(packet(six()), settings))
-    assert found.command is not None and (found.command.slot, found.command.kernel_artifact_id) == ("b/0", "mine")
+    assert found.command is not None and (found.command.slot, found.command.kernel_artifact_id) == (
+        "b/0",
+        "mine",
+    )
     wrong = settings_of({"policy": "fixed_schedule", "schedule": [{"epoch": 9, "slot": "zz/0"}]})
     with pytest.raises(EsperError) as refused:
         policy_of(wrong).germinate(view(packet(six()), wrong))

@@ -31,12 +31,15 @@ class FakeSite:
         return tuple(range(self.chunks))
 
 
-def facts(slot: str, health: dict[str, float], state: Lifecycle = Lifecycle.DORMANT, **more: Any) -> SlotFacts:
+def facts(
+    slot: str, health: dict[str, float], state: Lifecycle = Lifecycle.DORMANT, **more: Any
+) -> SlotFacts:
     site, _, index = slot.rpartition("/")
     given: dict[str, Any] = {
         "slot": slot, "site": site, "index": int(index), "features": (0, 64), "state": state, "artifact": "",
         "alpha": 0.0, "round": 0, "paused": False, "fault": Fault.NONE, "seed_steps": 0, "exec_us": 0,
-        "since_epoch": 0, "deadline": -1, "ready": False, "strategy": "FIXED_RAMP", "parameters": 0, "grafts": 0,
+        "since_epoch": 0, "deadline": -1, "ready": False, "strategy": "FIXED_RAMP", "parameters": 0,
+        "grafts": 0,
         "health": health, "probe": {}, "evidence": {},
     }  # fmt: skip
     return SlotFacts(**{**given, **more})
@@ -48,7 +51,9 @@ def observed(h: Tensor, chunks: int = 1, times: int = 1) -> list[dict[str, float
     for _ in range(times):
         observer.activation(site, h, site.state.device["health"])
     sums = site.state.device["health"]
-    found = health_of([facts(f"layer/{i}", dict(zip(HEALTH, sums[i].tolist(), strict=True))) for i in range(chunks)])
+    found = health_of(
+        [facts(f"layer/{i}", dict(zip(HEALTH, sums[i].tolist(), strict=True))) for i in range(chunks)]
+    )
     return [dict(found[slot]) for slot in found]
 
 
