@@ -150,7 +150,7 @@ def _shared_object(subject: Subject, kernel: Kernel) -> Iterator[str]:
         yield f"machine code for {code.machine}, the target is {arch}"
     if code.exports.get(kernel.entry) != FUNCTION:
         yield f"no function {kernel.entry!r} is exported"
-    if strange := sorted(name for name in code.imports | code.weak if not _known(name)):
+    if strange := sorted(name for name in code.imports | code.weak if not known(name)):
         yield f"it asks for {', '.join(strange[:4])}; only mathematics, memory and OpenMP are given"
     if strange := sorted(set(code.needed) - set(LIBRARIES)):
         yield f"it asks for the libraries {', '.join(strange)}"
@@ -162,7 +162,8 @@ def _shared_object(subject: Subject, kernel: Kernel) -> Iterator[str]:
         yield "it names its own library path"
 
 
-def _known(name: str) -> bool:
+def known(name: str) -> bool:
+    """Whether a shared object may ask for this function."""
     plain = name.rstrip("0123456789").removeprefix("__").removesuffix("_finite")
     bare = name.removesuffix("f") if name.removesuffix("f") in MATH else plain
     return bare in MATH or name in MATH or name in MEMORY or name in WEAK or name.startswith(OPENMP)
