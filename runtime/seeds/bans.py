@@ -17,10 +17,11 @@ SCHEMA = "esper-tombstone/1"
 
 
 class Bans:
-    """`path` None keeps tombstones in memory (and loses them with the process)."""
+    """`path` None keeps tombstones in memory (and loses them with the process). Of several ranks all read the
+    file and one `writes`."""
 
-    def __init__(self, path: Path | str | None = None) -> None:
-        self.path = Path(path) if path is not None else None
+    def __init__(self, path: Path | str | None = None, writes: bool = True) -> None:
+        self.path, self.writes = Path(path) if path is not None else None, writes
         self.tombstones: list[dict[str, Any]] = []
         self.embargoes: dict[tuple[str, str], int] = {}
         self.quarantine: dict[str, str] = {}  # artifact -> why it is not taken again in this run
@@ -39,7 +40,7 @@ class Bans:
     def _write(self, facts: Mapping[str, Any]) -> None:
         line = {"schema": SCHEMA, **facts}
         self.tombstones.append(line)
-        if self.path is None:
+        if self.path is None or not self.writes:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -76,7 +76,7 @@ class Growth:
         self.ranks = Ranks(options.get("group"))
         files = self.run_dir if self.ranks.first else None
         self.journal = Journal(files / "journal.jsonl" if files else None)
-        self.bans = Bans(files / "tombstones.jsonl" if files else None)
+        self.bans = Bans(self.run_dir / "tombstones.jsonl" if self.run_dir else None, self.ranks.first)
         self.queue = Queue()
         self.epoch = self.step = 0
         self.ticks = 0  # optimizer steps since the last commit

@@ -81,6 +81,7 @@ class Trainer:
         self.epoch = self.position = self.rollbacks = 0
         self.losses: deque[float] = deque(maxlen=self.growth.limits.loss_window)
         self._late: Late | None = None
+        self._reason = ""  # why this rank would roll back, until all can
         self._start = checkpoint.random_state()
         self._failed_at = -1
         if schedule not in ("epoch", "step", "none"):
@@ -188,24 +189,28 @@ class Trainer:
             self.scheduler.step()
 
     def _look(self, final: bool = False) -> None:
-        """Read the loss of the step before (which waits for nothing new); roll back if it is not sane."""
+        """Read the loss of the step before (which waits for nothing new); roll back if it is not sane. Ranks
+        decide together, at points that all of them reach (`final`)."""
         late, self._late = self._late, None
-        if late is None:
-            return
-        value = late.read()
-        reason = ""
-        if not math.isfinite(value):
-            reason = f"loss {value}"
-        elif len(self.losses) >= LEAST_WINDOW:
-            far = fmean(self.losses) + self.growth.limits.loss_sigmas * max(pstdev(self.losses), 1e-12)
-            if value > far:
-                reason = f"loss {value:.6g} beyond {far:.6g}"
-        if self.growth.ranks.many > 1 and (final or reason):
-            reason = reason if final else ""  # ranks decide together, at points that all reach
-            reason = next((r for r in self.growth.ranks.gather(reason) if r), "")
+        value = late.read() if late is not None else None
+        reason = self._reason or ("" if value is None else self._insane(value))
+        if self.growth.ranks.many > 1:
+            reason = next((r for r in self.growth.ranks.gather(reason) if r), "") if final else reason
+            self._reason = "" if final else reason
+            reason = reason if final else ""
         if reason:
             self.rollback(reason)
-        self.losses.append(value)
+        if value is not None and not self._reason:
+            self.losses.append(value)
+
+    def _insane(self, value: float) -> str:
+        """Why a loss asks for a rollback; "" when it does not."""
+        if not math.isfinite(value):
+            return f"loss {value}"
+        if len(self.losses) < LEAST_WINDOW:
+            return ""
+        far = fmean(self.losses) + self.growth.limits.loss_sigmas * max(pstdev(self.losses), 1e-12)
+        return f"loss {value:.6g} beyond {far:.6g}" if value > far else ""
 
     # -- checkpoints
     # ---------------------------------------------------------------------------------------------------
@@ -237,6 +242,7 @@ class Trainer:
         own = state["trainer"]
         self.epoch, self.position, self._start = own["epoch"], own["position"], own["start"]
         self.losses = deque(own["losses"], maxlen=self.growth.limits.loss_window)
+        self._reason = ""
         self._late = None if own["pending"] is None else Late(torch.tensor(own["pending"]))
         load = getattr(self.controller, "load_state_dict", None)
         if callable(load) and state["controller"] is not None:
