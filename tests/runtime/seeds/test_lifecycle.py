@@ -154,7 +154,9 @@ def likely(slot: Any, pick: random.Random) -> Verb:
     """Mostly the verb that leads on."""
     if pick.random() < 0.25:
         return pick.choice(list(Verb))
-    if slot.state in (S.GERMINATED, S.LOADING) and pick.random() < 0.5:
+    if slot.state in (S.GERMINATED, S.LOADING) and pick.random() < (
+        0.2 if slot.state is S.GERMINATED else 0.6
+    ):
         return pick.choice([Verb.CANCEL_GERMINATION, Verb.CULL])
     if slot.state is S.EVALUATING:
         return Verb.PROMOTE if slot.get("round") == 2 or slot.artifact.startswith(FIXED) else Verb.ADVANCE
@@ -180,7 +182,7 @@ def walk(ids: dict[str, str], seed: int, boundaries: int) -> set[tuple[Lifecycle
             if pick.random() < 0.9:
                 hard = pick.random() < 0.5
                 bed.send(likely(slot, pick), pick.choice(names), slot, hard=hard)
-        boundary = bed.growth.commit(autopilot=pick.random() < 0.75)
+        boundary = bed.growth.commit(autopilot=pick.random() < 0.5)
         for done in boundary.applied:
             assert done.source is done.target is S.GRAFTING or legal(done.source, done.target), done
             seen.add((done.source, done.target))
