@@ -37,6 +37,12 @@ def _verdicts(home: Path) -> int:
         return len(library.index.rows("SELECT seq FROM verdicts"))
 
 
+def _reasons(home: Path) -> dict[str, str]:
+    with Library.open(home, readonly=True) as library:
+        found = {record.id: library.verdict(record.id) for record in library.artifacts()}
+    return {name: verdict.reason for name, verdict in found.items() if verdict and not verdict.passed}
+
+
 def _until_one_more(home: Path, process: subprocess.Popen[bytes]) -> None:
     before, deadline = _verdicts(home), time.monotonic() + 60
     while _verdicts(home) == before and process.poll() is None and time.monotonic() < deadline:
@@ -57,7 +63,8 @@ def test_killed_twice_and_run_twice_at_once(home: Path) -> None:
     assert "PENDING_BENCHMARKING" in _states(home).values(), "nothing was left to do: the test says nothing"
     both = [_start(home), _start(home)]
     assert [p.wait(120) for p in both] != [0, 0]
-    assert _states(home) == {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
+    expected = {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
+    assert _states(home) == expected, _reasons(home)
     assert _verdicts(home) == len(good) + len(bad)
 
 
@@ -89,7 +96,8 @@ def test_twenty_of_mixed_quality_killed_twice(home: Path) -> None:
     before = _verdicts(home)
     assert 6 <= before < 20
     assert _start(home).wait(600) == 1
-    assert _states(home) == wanted and _verdicts(home) == 20
+    assert _states(home) == wanted, _reasons(home)
+    assert _verdicts(home) == 20
     with Library.open(home, readonly=True) as library:
         for artifact, state in wanted.items():
             verdict = library.verdict(artifact)

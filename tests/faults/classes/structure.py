@@ -15,9 +15,10 @@ C_FIRST = re.compile(r"const int64_t (first = [^,;]+), (last = [^;]+);")
 C_SUMS = re.compile(r"\n +float (a\d+_\d+\[\d+\]);")
 T_MASK = re.compile(r", mask=[^\n]*?\)\n")
 T_ROW_OK = re.compile(r"row_ok = \((\w+) < rows\)")
+BACKWARDS = "(blocks - 1 - (i + 1))"
 T_OK = re.compile(r"\bok = at < \((\d+ \* rows)\)")
 T_BLOCK = re.compile(r"row = pid \* (\d+) \+ \(0\) \* \1 \+ tl\.arange")
-T_PARTIAL = re.compile(r"(tl\.store\(p_\d+ \+ )pid( \* \d+ \+ col, tl\.reduce)")
+T_PARTIAL = re.compile(r"(tl\.store\(p_\d+ \+ )pid( \* \d+ \+ col, (?:tl\.reduce|\w+_acc))")
 
 
 def _spliced(text: str, start: int, end: int, new: str) -> str:
@@ -51,6 +52,8 @@ def _extents(block: Block) -> Iterator[Mutant]:
         for m in C_TAIL.finditer(text):
             yield _instead(kind, kernel, text, m, m[0][:-1] + " - 1;")
         for m in T_ROW_OK.finditer(text):
+            if m[1] == "next_row" and BACKWARDS in text:
+                continue  # the last row was in the first block
             yield _instead(kind, kernel, text, m, f"row_ok = ({m[1]} < rows - 1)")
         for m in T_OK.finditer(text):
             yield _instead(kind, kernel, text, m, f"ok = at < ({m[1]} - 1)")
