@@ -209,8 +209,9 @@ class Growth:
         self.step += 1
         self.ticks += 1
         self._snapshot = None
-        for key in traced_owners(self):
-            traced.forget(key)
+        if traced.waiting():
+            for site in self.sites.values():
+                traced.forget(site.key)
         if self.observer is not None:
             self._sample(self.step % self.every == 0)
         if self.moving:
@@ -418,8 +419,3 @@ def growth_of(model: Any) -> Growth:
             return found
         at = at._modules.get("_orig_mod") or at._modules.get("module")
     raise fail("E1002", f"{type(model).__name__} is not wrapped", hint="runtime.wrap(model, sites=...)")
-
-
-def traced_owners(growth: Growth) -> set[str]:
-    """First parts of the keys of the growth's layers."""
-    return {site.key.partition(":")[0] for site in growth.sites.values() if not site.quiet}

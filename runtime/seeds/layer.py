@@ -51,6 +51,7 @@ class Slot:
         self.grads: dict[str, Tensor] = {}
         self.batches = 0
         self.broken = False
+        self.pull: Tensor | None = None
         self.before: dict[str, Tensor] | None = None  # the host's tensors when the graft began
         self.expires = 0  # epoch until which an embargo lasts
         self.notes: dict[str, Any] = {}  # reason, fault, what the next boundary must know
@@ -130,6 +131,10 @@ class Slot:
         """Add to what the next step learns from."""
         held = self.grads.get(name)
         self.grads[name] = grad.detach().clone() if held is None else held.add_(grad)
+
+    def overheard(self, g: Tensor) -> None:
+        """The root mean square of a gradient at the seed's result."""
+        self.pull = torch.linalg.vector_norm(g, dtype=torch.float32) / max(g.numel(), 1) ** 0.5
 
     def drop(self) -> None:
         """Forget gradients that no step used."""
@@ -268,6 +273,8 @@ class Site:
         told: list[Tensor] = []
         with torch.set_grad_enabled(graph):
             z = self._called(slot, h.detach() if isolated else guarded(h, told))
+        if slot.id in held and z.requires_grad:
+            z.register_hook(slot.overheard)  # a shadow step: how strong the task's gradient is at z
         finite = torch.isfinite(z.detach()).all()
         told.append(finite)
         if not recomputing():

@@ -183,13 +183,26 @@ def shadow(growth: Any, slot: Slot, closure: Callable[[], Tensor]) -> float:
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads if g is not None]
-    fine = torch.isfinite(torch.stack(norms).norm()) if norms else torch.tensor(False)
-    for name, grad in zip(named, grads, strict=True):
-        if grad is not None:
-            slot.take(name, torch.where(fine, grad, torch.zeros_like(grad)))
-    slot.batches += 1
+    _learnt(slot, dict(zip(named, grads, strict=True)))
     return float(loss.detach())
+
+
+def _learnt(slot: Slot, grads: dict[str, Tensor | None]) -> None:
+    """Keep what a shadow step found, and count it for G2."""
+    found = {name: g for name, g in grads.items() if g is not None}
+    pull, slot.pull = slot.pull, None
+    if not found or pull is None:
+        return  # the model was not called, or the layer was not
+    norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in found.values()]).norm()
+    fine = torch.isfinite(norm)
+    slot.add("nonfinite", (~fine).float())
+    slot.add("grads", fine.float())
+    count = max(sum(g.numel() for g in found.values()), 1)
+    slot.add("seed_grad", torch.where(fine, norm / count**0.5, 0.0))
+    slot.add("host_grad", torch.where(fine, pull, 0.0))
+    for name, grad in found.items():
+        slot.take(name, torch.where(fine, grad, torch.zeros_like(grad)))
+    slot.batches += 1
 
 
 def gate_of(slot: Slot, state: Lifecycle) -> str:

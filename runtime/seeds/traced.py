@@ -43,13 +43,15 @@ def enrol(key: str, layer: Through) -> None:
     _layers[key] = layer
 
 
-def forget(owner: str) -> int:
-    """Drop what forwards left for backwards that never came; how many there were. `owner`: first part of the
-    keys."""
-    left = [ticket for ticket, (key, _, _) in _waiting.items() if key.startswith(owner)]
-    for ticket in left:
+def waiting() -> int:
+    """How many forwards wait for their backward."""
+    return len(_waiting)
+
+
+def forget(key: str) -> None:
+    """Drop what forwards of a layer left for backwards that never came."""
+    for ticket in [t for t, (owner, _, _) in _waiting.items() if owner == key]:
         _waiting.pop(ticket, None)
-    return len(left)
 
 
 def through(h: Tensor, key: str) -> Tensor:

@@ -237,6 +237,22 @@ def test_a_seed_stays_in_its_trust_radius(ids: dict[str, str], objective: str) -
     assert evidence["predicted_gain"].high < 0
 
 
+def test_shadow_steps_teach_and_are_counted(ids: dict[str, str]) -> None:
+    bed = held_back(0.01)
+    bed.plant(ids["mlp"], Graft(objective="shadow"))
+    assert bed.growth.shadow_step(lambda: torch.zeros((), requires_grad=True)) == {"body/0": 0.0}
+    for batch in batches(60):
+        bed.optimizer.zero_grad()
+        loss = loss_of(bed.model, batch)
+        loss.backward()
+        told = bed.growth.shadow_step(lambda batch=batch: loss_of(bed.model, batch))
+        bed.optimizer.step()
+    assert not told or told["body/0"] < float(loss.detach())  # through the seed it is lower by now
+    evidence = bed.growth.snapshot().of("body/0").evidence
+    assert evidence["gradients_finite"] and evidence["activity"] > 0.01
+    assert bed.slot.get("seed_steps") == 48 and evidence["predicted_gain"].high < 0
+
+
 def test_reconstruction_alone_never_passes(ids: dict[str, str]) -> None:
     """A seed that begins as the identity has learnt nothing, and G2 says so."""
     bed = Bed()
