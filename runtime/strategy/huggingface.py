@@ -52,13 +52,13 @@ class GrowthCallback(Base):
         optimizer = self.trainer.optimizer if self.trainer.optimizer is not None else given.get("optimizer")
         if optimizer is None:
             raise fail("E1036", "the trainer has no optimizer yet", node="on_train_begin")
+        raw = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it, and schedulers of the wrapper
         scheduler = getattr(self.trainer, "lr_scheduler", None)
+        scheduler = getattr(scheduler, "scheduler", scheduler)
+        if getattr(scheduler, "optimizer", raw) is optimizer:
+            scheduler.optimizer = raw  # the same groups; new ones must reach both
         scaler = getattr(getattr(self.trainer, "accelerator", None), "scaler", None)
-        self.tamiyo.growth.attach(
-            getattr(optimizer, "optimizer", optimizer),  # accelerate wraps both
-            getattr(scheduler, "scheduler", scheduler),
-            scaler,
-        )
+        self.tamiyo.growth.attach(raw, scheduler, scaler)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if isinstance(self.every, int) and state.global_step % self.every == 0:

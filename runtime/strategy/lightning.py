@@ -30,8 +30,8 @@ log = logging.getLogger("esper.runtime")
 
 class GrowthCallback(Base):
     """`validate(model)` gives the loss of every validation batch, for the controller's own model (not the
-    LightningModule around it). E1035 without the package, E1036 for a module with several optimizers, or manual optimisation with
-    none."""
+    LightningModule around it). E1035 without the package, E1036 for a module with several optimizers, or
+    manual optimisation with none."""
 
     def __init__(self, tamiyo: TamiyoController, validate: Callable[[nn.Module], Any]) -> None:
         if Base is object:

@@ -146,7 +146,8 @@ def test_in_hugging_faces_own_trainer(ids: Ids, tmp_path: Path) -> None:
 
     rows = [{"x": x[i], "y": y[i]} for x, y in garden.batches(4) for i in range(len(x))]
     args = TrainingArguments(tmp_path, num_train_epochs=3, per_device_train_batch_size=32, report_to=[],
-                             save_strategy="no", use_cpu=True, disable_tqdm=True, remove_unused_columns=False)  # fmt: skip
+                             save_strategy="no", use_cpu=True, disable_tqdm=True,
+                             remove_unused_columns=False)  # fmt: skip
     trainer = Mine(model=model, args=args, train_dataset=rows, eval_dataset=rows[:64])
     trainer.add_callback(huggingface.GrowthCallback(tamiyo, trainer))
     trainer.train()
