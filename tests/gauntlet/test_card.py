@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ from tests.source import ROOT
 pytestmark = pytest.mark.gpu
 
 
+def _compiled(name: str, folder: Path) -> bytes:
+    from forge.service import compile_file
+
+    with Library.open(folder / "library", trust=folder / "trust") as library:
+        made = compile_file(ROOT / "examples" / f"{name}.json", ("fast",), ("auto",), library=library)[0]
+        return library.read(made.artifact_id)
+
+
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """rmsnorm_residual compiled for the card here."""
-    from forge.service import compile_file
-
-    folder = tmp_path_factory.mktemp("card")
-    with Library.open(folder / "library", trust=folder / "trust") as library:
-        path = ROOT / "examples" / "rmsnorm_residual.json"
-        made = compile_file(path, ("fast",), ("auto",), library=library)[0]
-        return library.read(made.artifact_id)
+    return _compiled("rmsnorm_residual", tmp_path_factory.mktemp("card"))
 
 
 def changed(container: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
@@ -79,3 +83,31 @@ def test_the_supervisor_holds_no_context(artifact: bytes, tmp_path: Path, server
     judge(artifact, "cuda:0", server, quick=True, stages=("integrity", "loads"))
     held = [str(p.readlink()) for p in Path(f"/proc/{server.pid}/fd").iterdir()]
     assert not [name for name in held if name.startswith("/dev/nvidia")], held
+
+
+@pytest.mark.parametrize("name", ["attention", "groupnorm_silu"])
+def test_library_calls_and_infinite_weights_are_judged_fairly(
+    name: str, tmp_path: Path, server: ForkServer
+) -> None:
+    """Attention is given operands at odd addresses (they are copied first); group norm an infinite weight."""
+    found = judge(_compiled(name, tmp_path), "cuda:0", server, quick=True)
+    assert found.passed, found.reason
+
+
+BUSY = """
+import torch
+x = torch.randn(8192, 8192, device="cuda")
+print("on", flush=True)
+while True:
+    x = torch.mm(x, x).clamp(-1, 1)
+"""
+
+
+def test_a_busy_card_blames_nobody(artifact: bytes, server: ForkServer) -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline().strip() == "on"
+        try:
+            found = judge(artifact, "cuda:0", server, quick=True)
+        finally:
+            other.kill()
+    assert found.passed, found.reason
