@@ -47,7 +47,8 @@ class Trainer:
     `end_epoch(validate)` and may have `state_dict`, `load_state_dict`. `accumulate`: batches per optimizer
     step. `clip`: norm that the host's gradients are clipped to. `schedule`: "epoch", "step" or "none".
     `checkpoint_every`: optimizer steps between checkpoints beside those of every epoch's end; 0 for none.
-    `autocast`: dtype of `torch.autocast` around the loss."""
+    `autocast`: dtype of `torch.autocast` around the loss. Optimizers that need a closure (LBFGS) are for
+    plain loops."""
 
     def __init__(
         self,

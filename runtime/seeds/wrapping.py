@@ -68,6 +68,8 @@ def wrap(
         module.__dict__["_esper_site"] = made[name]
         module.__class__ = grown_class(type(module))
         module.add_module(GRAFTS, made[name].chain)
+        if any(isinstance(m, nn.TransformerEncoderLayer) for m in _above(model, name)):
+            module.register_forward_pre_hook(_called)
     model.__dict__["_esper_growth"] = growth
     return model
 
@@ -101,8 +103,21 @@ def unwrap(model: nn.Module) -> nn.Module:
         module = model.get_submodule(name)
         module.__class__ = site.original
         del module.__dict__["_esper_site"], module._modules[GRAFTS]
+        for key in [k for k, hook in module._forward_pre_hooks.items() if hook is _called]:
+            del module._forward_pre_hooks[key]
     del model.__dict__["_esper_growth"]
     return model
+
+
+def _called(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing. In eval mode torch's encoder layers compute from the weights of their parts
+    without calling them, unless one of them has a hook; a graft would be left out then."""
+
+
+def _above(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that a module is in."""
+    parts = name.split(".")[:-1]
+    return [model.get_submodule(".".join(parts[:many])) for many in range(len(parts) + 1)]
 
 
 def matching(model: nn.Module, sites: Sites) -> list[tuple[str, nn.Module]]:

@@ -360,6 +360,42 @@ def test_pictures_and_tokens(
     assert any(not torch.equal(p, before[n]) for n, p in bed.slot.seed.named().items())
 
 
+class Encoder(nn.Module):
+    """torch's own layer, whose fast path in eval mode does not call its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).mean(1)
+
+
+def test_a_graft_is_not_left_out_by_a_fast_path(ids: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model = runtime.wrap(Encoder(), "body.linear2", limits=LIMITS)
+    bed = Bed.__new__(Bed)
+    bed.model, bed.scheduler = model, None
+    bed.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    bed.growth = runtime.attach(model, bed.optimizer)
+    bed.slot = bed.growth.slots[0]
+    x = torch.randn(6, 5, WIDTH)
+    bed.data = iter([(x, torch.randint(4, (6,)))] * 40)
+    model(x)
+    bed.plant(ids["fixed"])
+    bed.step(LIMITS.ramp_steps)
+    model.eval()
+    with torch.no_grad():
+        grafted = model(x)
+        with bed.growth.override(bed.slot.id, 0.0):
+            assert not torch.allclose(model(x), grafted)
+    torch.testing.assert_close(model(x), grafted)  # as with gradients, where torch takes the slow path
+    bed.command(Verb.CULL, hard=True)
+    runtime.unwrap(model)
+    assert not model.body.linear2._forward_pre_hooks
+
+
 def test_chunks_grow_apart(ids: dict[str, str]) -> None:
     bed = Bed(seeds_per_layer=2)
     first, second = bed.growth.slots
