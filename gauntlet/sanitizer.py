@@ -10,6 +10,7 @@ see, races between blocks, the stage of determinism looks for. The report says w
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import gauntlet.isolate
 from gauntlet.report import StageReport
+from library.manifest import unpack
 
 NAME = "sanitizer"
 PROGRAM = "compute-sanitizer"
@@ -26,6 +28,9 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 FOUND = 86
 """Exit code that the tool is told to end with when it found something."""
 TOOL_SECONDS = 120.0
+LISTED = 50
+"""Findings that a tool prints: one of ours may stand behind those of a library."""
+_KERNEL = re.compile(r"access at (\w+)\+0x")
 
 
 def checks(container: bytes, device: str, program: str | None = None) -> StageReport:
@@ -34,11 +39,14 @@ def checks(container: bytes, device: str, program: str | None = None) -> StageRe
     if program is None:
         return StageReport(NAME, "skipped", 0.0, f"{PROGRAM} is not installed")
     began, ran, left_out, output = time.monotonic(), [], [], ""
+    libraries: list[str] = []
     with tempfile.TemporaryDirectory(prefix="esper-sanitizer-") as folder:
         path = Path(folder) / "artifact"
         path.write_bytes(container)
         for tool in TOOLS:
             code, output = _run(program, tool, path, device)
+            if code == FOUND and tool == "racecheck" and not _ours(output, container):
+                libraries, code = [*libraries, _first(output)], 0
             if code == FOUND:
                 reason = f"{tool}: {_first(output)}"
                 return StageReport(
@@ -52,11 +60,24 @@ def checks(container: bytes, device: str, program: str | None = None) -> StageRe
     seconds = round(time.monotonic() - began, 3)
     if not ran:
         return StageReport(NAME, "skipped", seconds, f"{PROGRAM} did not finish: {_first(output)}")
-    return StageReport(NAME, "passed", seconds, metrics={"tools": ran, "not_finished": left_out})
+    return StageReport(
+        NAME, "passed", seconds, metrics={"tools": ran, "not_finished": left_out, "in_libraries": libraries}
+    )
+
+
+def _ours(output: str, container: bytes) -> bool:
+    """Whether a race is in a kernel of the artifact. cuBLAS synchronises in ways that the tool does not know:
+    what it reports of a library's own kernel says nothing about who called it.
+    """
+    named = set(_KERNEL.findall(output))
+    if not named:
+        return True
+    kernels = unpack(container, verified=True).manifest["launch"]["kernels"]
+    return bool(named & {str(kernel["entry"]) for kernel in kernels})
 
 
 def _run(program: str, tool: str, path: Path, device: str) -> tuple[int, str]:
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "1"]
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", str(LISTED)]
     command = [program, *options, sys.executable, "-m", "gauntlet.sanitized", str(path), device]
     # Without torch's cache every tensor is an allocation of its own: its neighbours are out of bounds.
     environment = {**gauntlet.isolate.environment(), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

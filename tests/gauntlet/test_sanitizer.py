@@ -10,6 +10,7 @@ import pytest
 
 from gauntlet import sanitizer
 from gauntlet.runner import Judgement, _sanitized
+from library.manifest import unpack
 from tests.faults import handmade, toys
 
 SCRIPT = """#!/bin/sh
@@ -40,12 +41,24 @@ def test_the_tools_that_ran_are_named(container: bytes, tmp_path: Path) -> None:
 
 
 def test_a_finding_is_a_rejection(container: bytes, tmp_path: Path) -> None:
-    race = "========= COMPUTE-SANITIZER\n========= Error: Race reported between Write access at affine+0x10"
+    (kernel, *_) = unpack(container, verified=True).manifest["launch"]["kernels"]
+    found_at = f"Error: Race reported between Write access at {kernel['entry']}+0x10"
+    race = f"========= COMPUTE-SANITIZER\n========= {found_at}"
     end = f"[ $tool != racecheck ] || {{ printf '{race}'; exit 86; }}"
     found = sanitizer.checks(container, "cpu", _script(tmp_path, end))
     assert found.outcome == "failed" and found.reason.startswith("racecheck: Error: Race reported")
     judged = _sanitized(Judgement(True, "", (), {}, 1.0), found)
     assert judged.passed is False and judged.reason.startswith("sanitizer: racecheck")
+
+
+def test_a_race_inside_a_library_is_not_the_artifacts(container: bytes, tmp_path: Path) -> None:
+    race = (
+        "========= COMPUTE-SANITIZER\n========= Error: Race reported between Read access at nvjet_sm90+0xb30"
+    )
+    end = f"[ $tool != racecheck ] || {{ printf '{race}'; exit 86; }}"
+    found = sanitizer.checks(container, "cpu", _script(tmp_path, end))
+    assert found.outcome == "passed" and "racecheck" in found.metrics["tools"]
+    assert "nvjet_sm90" in found.metrics["in_libraries"][0]
 
 
 def test_where_it_is_absent_or_broken_nobody_is_blamed(
