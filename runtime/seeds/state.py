@@ -152,7 +152,8 @@ class StateTensor:
         """Write columns of a slot in the mirror and on the device. Neither waits for the device."""
         for name, value in values.items():
             self.host[name][slot] = value
-            self.device[name][slot] = value
+            # A kernel takes the number along; an assignment would copy it from the host and wait.
+            self.device[name].select(0, slot).fill_(value)
         self._crc = self.crc()
 
     def clear(self, slot: int, *names: str) -> None:
