@@ -75,8 +75,9 @@ def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) 
 
     u |y|: the rounding of the result. element x (largest eager error of the row): what the roundings inside
     the block do on these values; where eager was lucky all along a row, once more u |y|, what a value rounded
-    before the last operation does at a derivative of 1. SPREAD sqrt(K) u_compute max(|y|, rms): another order of summation. After
-    Higham, Accuracy and Stability of Numerical Algorithms, ch. 3, with the probabilistic sqrt(K).
+    before the last operation does at a derivative of 1. SPREAD sqrt(K) u_compute max(|y|, rms): another order
+    of summation. After Higham, Accuracy and Stability of Numerical Algorithms, ch. 3, with the probabilistic
+    sqrt(K); docs/bounds.md derives it.
     """
     error = torch.nan_to_num((eager.double() - fp64).abs(), nan=0.0, posinf=0.0, neginf=0.0)
     return _bound(fp64.abs(), error, _rms(fp64[torch.isfinite(fp64)].double()), accumulation, dtype)

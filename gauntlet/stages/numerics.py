@@ -75,17 +75,17 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
 
 
 def _in_a_row(subject: Subject, name: str, quick: bool) -> Iterator[int]:
-    """From the smallest size of the dim in each region on; where 16 has to divide it, in steps of that."""
+    """From the smallest size of the dim in each region on; where 16 divides that, also in steps of 16."""
     base = subject.base_dims()
     starts = [1, *(dims[name] for dims in subject.regions[1:] if {**base, name: dims[name]} == dims)]
-    for at, start in enumerate(starts):
-        for step in (1,) if start % 16 else (1, 16):
-            rests = [start + step * i for i in range(RESTS + 1)]
-            for size in rests[:: 5 if quick and at else 1]:
-                if subject.nearest(name, size) == size and subject.admits(
-                    {**base, name: size}, subject.swept
-                ):
-                    yield size
+    rows = [
+        (at, start, step) for at, start in enumerate(starts) for step in ((1,) if start % 16 else (1, 16))
+    ]
+    for at, start, step in rows:
+        for size in range(start, start + step * (RESTS + 1), step)[:: 5 if quick and at else 1]:
+            dims = {**base, name: size}
+            if subject.nearest(name, size) == size and subject.admits(dims, subject.swept):
+                yield size
 
 
 def odd_dims(subject: Subject) -> dict[str, int]:

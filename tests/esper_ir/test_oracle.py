@@ -136,8 +136,8 @@ def test_table_follows_the_formats() -> None:
 
 
 def test_a_lucky_row_of_eager_does_not_condemn_a_second_rounding() -> None:
-    """silu of a value that was rounded: nearly two roundings of the one element that is not zero, where eager's
-    own two happened to cancel."""
+    """silu of a value that was rounded: nearly two roundings of the one element that is not zero, where
+    eager's own two happened to cancel."""
     wide = torch.zeros(1, 64, dtype=torch.float64)
     wide[0, 40] = 4.4388
     eager = wide.bfloat16()

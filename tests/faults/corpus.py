@@ -179,19 +179,22 @@ class Block:
         """What each argument of a kernel is over all launches: "leaf" (a tensor that the caller gives, also
         where it was saved), "output", "gradient", "cotangent", "saved", "temp", "size rows", ..."""
         found: list[set[str]] = []
+        for plan, step, forward in self.launches(kernel):
+            found = found or [set() for _ in step["args"]]
+            for at, argument in enumerate(step["args"]):
+                buffer = argument["kind"] == "buffer"
+                role = _role(plan["buffers"][argument["value"]], forward) if buffer else ""
+                found[at].add(role or f"size {argument['value']}")
+        return found
+
+    def launches(self, kernel: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
+        """(plan, step, the forward plan) of every step that may launch a kernel."""
         plans = self.manifest["launch"]["plans"]
         forward = next((p for p in plans if p["phase"] == "forward"), None)
         for plan in plans:
             for step in plan["steps"]:
-                if kernel not in [v["kernel"] for v in step.get("variants", ())]:
-                    continue
-                found = found or [set() for _ in step["args"]]
-                for at, argument in enumerate(step["args"]):
-                    if argument["kind"] == "buffer":
-                        found[at].add(_role(plan["buffers"][argument["value"]], forward))
-                    else:
-                        found[at].add(f"size {argument['value']}")
-        return found
+                if kernel in [v["kernel"] for v in step.get("variants", ())]:
+                    yield plan, step, forward
 
 
 def _role(buffer: Mapping[str, Any], forward: Mapping[str, Any] | None) -> str:

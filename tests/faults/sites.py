@@ -151,10 +151,7 @@ def of_role(block: Block, what: str, *roles: str) -> Iterator[Site]:
 
 def _private(block: Block, site: Site) -> bool:
     """An "output" buffer of a forward plan that is only kept for the backward."""
-    for plan in block.manifest["launch"]["plans"]:
-        for step in plan["steps"]:
-            if site.kernel in [v["kernel"] for v in step.get("variants", ())]:
-                number = step["args"][site.argument]["value"]
-                if number not in (*plan["outputs"], *plan["gradients"]):
-                    return True
+    for plan, step, _ in block.launches(site.kernel):
+        if step["args"][site.argument]["value"] not in (*plan["outputs"], *plan["gradients"]):
+            return True
     return False

@@ -26,15 +26,20 @@ def _kernels(plan: Plan) -> list[int]:
     return [at for at, step in enumerate(plan["steps"]) if step["step"] == "kernel"]
 
 
+def _launches(block: Block) -> Iterator[tuple[Plan, int]]:
+    """(plan, number of the step) of every launch."""
+    for _, plan, _ in _edits(block):
+        yield from ((plan, at) for at in _kernels(plan))
+
+
 def _grids(block: Block) -> Iterator[Mutant]:
     """One program too few where their number follows from the rows."""
-    for _, plan, _ in _edits(block):
-        for at in _kernels(plan):
-            for axis, size in enumerate(plan["steps"][at]["grid"]):
-                if not isinstance(size, int):
-                    fresh, own, name = _again(block, plan)
-                    own["steps"][at]["grid"][axis] = ["max", 1, ["sub", size, 1]]
-                    yield Mutant("grid too small", "", f"{name} step {at}", launch=fresh)
+    for plan, at in _launches(block):
+        for axis, size in enumerate(plan["steps"][at]["grid"]):
+            if not isinstance(size, int):
+                fresh, own, name = _again(block, plan)
+                own["steps"][at]["grid"][axis] = ["max", 1, ["sub", size, 1]]
+                yield Mutant("grid too small", "", f"{name} step {at}", launch=fresh)
 
 
 def _again(block: Block, plan: Plan) -> tuple[dict[str, Any], Plan, str]:
@@ -79,29 +84,34 @@ def _written(block: Block, step: dict[str, Any]) -> set[int]:
 
 def _swapped(block: Block) -> Iterator[Mutant]:
     """Two arguments of one shape and type in each other's place; not where a sum takes both."""
-    for _, plan, _ in _edits(block):
-        for at in _kernels(plan):
-            args = plan["steps"][at]["args"]
-            places = [i for i, a in enumerate(args) if a["kind"] == "buffer"]
-            for i, j in zip(places, places[1:], strict=False):
-                one, two = (plan["buffers"][args[n]["value"]] for n in (i, j))
-                alike = (one["dtype"], one["shape"]) == (two["dtype"], two["shape"]) and args[i] != args[j]
-                names = [v["kernel"] for v in plan["steps"][at]["variants"]]
-                if alike and not any(added(block, kernel, i, j) for kernel in names):
-                    fresh, own, name = _again(block, plan)
-                    own["steps"][at]["args"][i], own["steps"][at]["args"][j] = args[j], args[i]
-                    yield Mutant("buffers swapped", "", f"{name} step {at} arguments {i}, {j}", launch=fresh)
+    for plan, at in _launches(block):
+        args = plan["steps"][at]["args"]
+        for i, j in _alike(block, plan, at):
+            fresh, own, name = _again(block, plan)
+            own["steps"][at]["args"][i], own["steps"][at]["args"][j] = args[j], args[i]
+            yield Mutant("buffers swapped", "", f"{name} step {at} arguments {i}, {j}", launch=fresh)
+
+
+def _alike(block: Block, plan: Plan, at: int) -> Iterator[tuple[int, int]]:
+    """Neighbouring arguments that are different buffers of one shape and type."""
+    args = plan["steps"][at]["args"]
+    names = [v["kernel"] for v in plan["steps"][at]["variants"]]
+    places = [i for i, a in enumerate(args) if a["kind"] == "buffer"]
+    for i, j in zip(places, places[1:], strict=False):
+        one, two = (plan["buffers"][args[n]["value"]] for n in (i, j))
+        same = (one["dtype"], one["shape"]) == (two["dtype"], two["shape"]) and args[i] != args[j]
+        if same and not any(added(block, kernel, i, j) for kernel in names):
+            yield i, j
 
 
 def _sizes(block: Block) -> Iterator[Mutant]:
     """One row fewer than there are."""
-    for _, plan, _ in _edits(block):
-        for at in _kernels(plan):
-            for i, argument in enumerate(plan["steps"][at]["args"]):
-                if argument["kind"] == "size" and argument["value"] == "rows":
-                    fresh, own, name = _again(block, plan)
-                    own["steps"][at]["args"][i] = {"kind": "size", "value": ["max", 1, ["sub", "rows", 1]]}
-                    yield Mutant("wrong size", "", f"{name} step {at}", launch=fresh)
+    for plan, at in _launches(block):
+        for i, argument in enumerate(plan["steps"][at]["args"]):
+            if argument["kind"] == "size" and argument["value"] == "rows":
+                fresh, own, name = _again(block, plan)
+                own["steps"][at]["args"][i] = {"kind": "size", "value": ["max", 1, ["sub", "rows", 1]]}
+                yield Mutant("wrong size", "", f"{name} step {at}", launch=fresh)
 
 
 def _forged(block: Block) -> Iterator[Mutant]:

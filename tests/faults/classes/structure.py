@@ -92,26 +92,29 @@ def _pointers(block: Block, kernel: str) -> dict[int, str]:
     }
 
 
-def _beyond(block: Block) -> Iterator[Mutant]:
+def _given(block: Block, roles: set[str]) -> Iterator[tuple[str, str]]:
+    """(kernel, pointer) of every argument that is one of `roles` in all launches."""
     for kernel in block.texts:
-        pointers, roles = _pointers(block, kernel), block.roles(kernel)
-        for at, name in pointers.items():
-            if at < len(roles) and roles[at] and roles[at] <= {"output", "gradient", "temp"}:
-                line = f"if (gx) {name}[-1] = 0;" if block.kind == "c" else f"tl.store({name} - 1, 0.0)"
-                if text := _at_start(block, kernel, line):
-                    yield Mutant("out-of-bounds store", kernel, line, text)
+        known = block.roles(kernel)
+        for at, name in _pointers(block, kernel).items():
+            if at < len(known) and known[at] and known[at] <= roles:
+                yield kernel, name
+
+
+def _beyond(block: Block) -> Iterator[Mutant]:
+    for kernel, name in _given(block, {"output", "gradient", "temp"}):
+        line = f"if (gx) {name}[-1] = 0;" if block.kind == "c" else f"tl.store({name} - 1, 0.0)"
+        if text := _at_start(block, kernel, line):
+            yield Mutant("out-of-bounds store", kernel, line, text)
 
 
 def _overwritten(block: Block) -> Iterator[Mutant]:
-    for kernel in block.texts:
-        pointers, roles = _pointers(block, kernel), block.roles(kernel)
-        for at, name in pointers.items():
-            if at < len(roles) and roles[at] and roles[at] <= {"leaf", "saved", "cotangent"}:
-                line = f"if (gx) {name}[0] = {name}[0] ? 0 : 1;"
-                if block.kind == "triton":
-                    line = f"tl.store({name}, tl.where(tl.load({name}) == 0, 1.0, 0.0))"
-                if text := _at_start(block, kernel, line):
-                    yield Mutant("input overwritten", kernel, line, text)
+    for kernel, name in _given(block, {"leaf", "saved", "cotangent"}):
+        line = f"if (gx) {name}[0] = {name}[0] ? 0 : 1;"
+        if block.kind == "triton":
+            line = f"tl.store({name}, tl.where(tl.load({name}) == 0, 1.0, 0.0))"
+        if text := _at_start(block, kernel, line):
+            yield Mutant("input overwritten", kernel, line, text)
 
 
 def _endless(block: Block) -> Iterator[Mutant]:
