@@ -81,8 +81,8 @@ def full_size(low: PhaseLowering, sizes: dict[str, int]) -> float:
 def test_no_block_stores_what_its_inputs_say(
     name: str, sizes: dict[str, int], inference: float, backward: float
 ) -> None:
-    """Batch norm reads x three times and writes y; its backward reads x and dy twice and writes dx. Group norm
-    reads x once less."""
+    """Batch norm reads x three times and writes y; its backward reads x and dy twice and writes dx. Group
+    norm reads x once less."""
     work = front(text.load(EXAMPLES / f"{name}.json"), "h100")
     plans = [low for low in work.lowerings if len(low.plan.wanted) in (0, 3)]
     assert {low.phase.name for low in plans} == {"forward", "inference", "backward"}
