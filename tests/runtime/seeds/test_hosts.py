@@ -16,12 +16,13 @@ from bench.growing import artifacts, lives, trial
 from library.store import Library
 from runtime.seeds.commands import Graft
 from runtime.seeds.lifecycle import Lifecycle, Limits
-from runtime.strategy.settings import PlateauSettings, Settings
+from runtime.strategy.settings import PlateauSettings, Settings, SiteSettings
 
 pytestmark = pytest.mark.slow
 EPOCHS, STEPS, BATCH = 40, 32, 64
 SETTINGS = Settings(
-    plateau=PlateauSettings(window=4, min_improvement=0.03, warmup=6),
+    plateau=PlateauSettings(window=3, min_improvement=0.15, warmup=8),
+    sites=SiteSettings(min_score=2.5),
     limits=Limits(planned_epochs=EPOCHS, deadline_least=10, speculative=True, max_rent=2.0, g2_margin=0.0),
     graft=Graft(lr_scale=0.5),
     telemetry_every=4,

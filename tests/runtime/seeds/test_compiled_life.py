@@ -1,0 +1,46 @@
+"""A seed's whole life inside a graph made by inductor, beside the same life in eager mode: the compiled graph
+writes over its buffers, and nothing that a graft keeps for its backward may lie in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.seeds.lifecycle import Lifecycle, Verb
+from tests.runtime.seeds.conftest import Ids
+from tests.runtime.seeds.garden import LIMITS, Bed, loss_of
+
+pytestmark = pytest.mark.slow
+
+
+def life(ids: Ids, called: Any) -> list[float]:
+    """Losses of 60 steps: learning, grafting, culling, learning again."""
+    limits = replace(LIMITS, embargo_epochs=0)
+    bed = Bed(sites=["front", "body"], limits=limits)
+    model = called(bed.model)
+    slot, losses = bed.growth.slot("body/0"), []
+    for number in range(60):
+        if number % 10 == 0:
+            if slot.state is Lifecycle.DORMANT:
+                bed.send(Verb.REQUEST_GERMINATION, ids["mlp"], slot)
+            elif slot.state is Lifecycle.TRAINING:
+                bed.growth.measure(slot.id, held_out_gain=0.5, predicted_gain=-0.1)
+                bed.send(Verb.PROMOTE, slot=slot)
+            elif number == 40:
+                bed.send(Verb.CULL, slot=slot, hard=True)
+            bed.growth.commit()
+        bed.optimizer.zero_grad()
+        loss = loss_of(model, next(bed.data))
+        loss.backward()
+        bed.optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_life_under_inductor_is_that_of_eager_mode(ids: Ids) -> None:
+    torch.compiler.reset()
+    compiled = life(ids, torch.compile)
+    assert compiled == pytest.approx(life(ids, lambda model: model), rel=1e-3, abs=1e-4)
