@@ -55,7 +55,7 @@ class GrowthCallback(Base):
         raw = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it, and schedulers of the wrapper
         scheduler = getattr(self.trainer, "lr_scheduler", None)
         scheduler = getattr(scheduler, "scheduler", scheduler)
-        if getattr(scheduler, "optimizer", raw) is optimizer:
+        if scheduler is not None and getattr(scheduler, "optimizer", raw) is optimizer:
             scheduler.optimizer = raw  # the same groups; new ones must reach both
         scaler = getattr(getattr(self.trainer, "accelerator", None), "scaler", None)
         self.tamiyo.growth.attach(raw, scheduler, scaler)
