@@ -138,21 +138,32 @@ def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed:
     """The block's own artifact and those of its mutants, whose kernels share one module."""
     (folder / f"{block.name}.artifact").write_bytes(block.container)
     texts = {f"{m.kernel}__{at}": _renamed(m, f"{m.kernel}__{at}") for at, m in enumerate(mutants) if m.text}
-    code = corpus.with_kernels(block, texts) if texts else None
-    if code is not None and block.kind == "c":
-        _same_imports(block, code)
+    modules = {state: _module(block, texts, state) for state in (False, True)}
     for at, mutant in enumerate(mutants):
         manifest = block.manifest
         if mutant.launch is not None:
             manifest["launch"] = mutant.launch
         for kernel in manifest["launch"]["kernels"] if mutant.text else ():
             kernel["entry"] = f"{mutant.kernel}__{at}" if kernel["name"] == mutant.kernel else kernel["entry"]
-        data = corpus.packed(block, manifest, code if mutant.text else None)
+        data = corpus.packed(block, manifest, modules[STATE in mutant.text] if mutant.text else None)
         file = hashlib.sha256(data).hexdigest()[:24] + ".artifact"
         (folder / file).write_bytes(data)
         yield Planted(
             mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle
         )  # fmt: skip
+
+
+STATE = "static "
+
+
+def _module(block: corpus.Block, texts: Mapping[str, str], state: bool) -> bytes | None:
+    """Those with a memory of their own lie apart: a module that has one is refused for it, whatever is
+    launched."""
+    chosen = {entry: text for entry, text in texts.items() if (STATE in text) == state}
+    code = corpus.with_kernels(block, chosen) if chosen else None
+    if code is not None and block.kind == "c":
+        _same_imports(block, code)
+    return code
 
 
 def _same_imports(block: corpus.Block, code: bytes) -> None:
@@ -218,7 +229,7 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
 def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: str) -> dict[str, Any]:
     """As a results file: caught and planted by class, those under ten times the bound, and the clean ones."""
     faults, clean = [r for r in rows if r["kind"]], [r for r in rows if not r["kind"]]
-    missed = [r for r in faults if r["passed"] is not False]
+    missed = [r for r in faults if not _caught(r)]
     refused = [r for r in clean if r["passed"] is not True]
     kinds, names = sorted({r["kind"] for r in faults}), len({r["block"] for r in clean})
     by_class = [_of_class(kind, [r for r in faults if r["kind"] == kind]) for kind in kinds]
@@ -240,10 +251,19 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
     return {**results.header("faults"), "rows": by_class, "figures": figures, "wrong": wrong, "notes": notes}
 
 
+BEFORE_RUNNING = ("forged manifest", "work skipped on repeat")
+"""Classes that integrity is there to refuse. Any other fault that it refuses was planted badly: it counts as
+missed."""
+
+
+def _caught(row: Mapping[str, Any]) -> bool:
+    return row["passed"] is False and (row["stage"] != "integrity" or row["kind"] in BEFORE_RUNNING)
+
+
 def _of_class(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     stages = sorted({str(r["stage"]) for r in rows if r["stage"]})
     near = [r for r in rows if isinstance(r["margin"], float) and r["margin"] < SUBTLE]
-    caught = sum(r["passed"] is False for r in rows)
+    caught = sum(map(_caught, rows))
     return {"class": kind, "planted": len(rows), "caught": caught, "under_10x": len(near), "stages": stages,
             "blueprints": len({r["block"] for r in rows})}  # fmt: skip
 
