@@ -40,7 +40,7 @@ from runtime.strategy.board import Board
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "examples" / "growth.yaml"
 KIND, AT, SEED = "dead", 1, 0
-EPOCHS, RATE = 36, 3e-3
+EPOCHS, RATE = 44, 3e-3
 SITE = f"blocks.{AT}/0"
 MIN_GAIN = 2.0  # points of test accuracy over the crippled network
 
