@@ -116,7 +116,7 @@ class Dim:
             return value
         if isinstance(value, int):
             return Dim((((), value),)) if value else Dim()
-        return _Parser(value).parse()
+        return _Parser(value if isinstance(value, str) else repr(value)).parse()  # refuses what is no size
 
     @staticmethod
     def sym(name: str) -> Dim:

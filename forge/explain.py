@@ -102,7 +102,9 @@ def _bytes(graph: Graph, name: str, made: Lowered, sizes: Mapping[str, int]) -> 
 
 
 def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
-    """Operations of the group's contraction (pointwise work is not what bounds a kernel)."""
+    """Operations of the group's contractions (pointwise work is not what bounds a kernel)."""
+    if group.chain is not None:
+        return sum(group_flops(graph, part, sizes) for part in group.chain)
     node = group.contraction
     if node is None or lowering_kind(node) != "contraction":
         return 0

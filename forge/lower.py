@@ -318,7 +318,7 @@ def _given(
 
 def _chain(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
     assert group.chain is not None
-    stored, halves, link = _stored(parts, group), list[chain.Half](), ""
+    stored, halves, link = _stored(parts, group), [], ""
     for part in group.chain:
         node = part.contraction
         assert node is not None
@@ -326,7 +326,8 @@ def _chain(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
         given, names = _given(low, parts, part, stored & part.values(), name)
         halves.append(chain.Half(given, a, b, node))
         link = link or names[parts.views[group.contraction.tensors[0]].base]  # type: ignore[union-attr]
-    return chain.lower(*halves, link)
+    first, second = halves
+    return chain.lower(first, second, link)
 
 
 def _stored(parts: Partition, group: Group) -> set[str]:

@@ -80,10 +80,12 @@ def _fits(first: Node, second: Node, graph: Graph, target: Target) -> Dim | Reje
 def merged(groups: list[Group], pairs: Mapping[str, str], views: Mapping[str, View]) -> list[Group]:
     """Groups of both products made one wherever the second reads nothing else of the first."""
     for second, first in pairs.items():
-        at = [next((i for i, g in enumerate(groups) if _starts(g, name)), -1) for name in (first, second)]
-        if min(at) < 0 or not _chains(groups, *at, views):
+        head, tail = (
+            next((i for i, g in enumerate(groups) if _starts(g, name)), -1) for name in (first, second)
+        )
+        if min(head, tail) < 0 or not _chains(groups, head, tail, views):
             continue
-        a, b = (groups[i] for i in at)
+        a, b = groups[head], groups[tail]
         made = replace(b, nodes=[*a.nodes, *b.nodes], chain=(a, b))
         groups = [made if g is b else g for g in groups if g is not a]
     return groups

@@ -57,5 +57,8 @@ def test_repeats_with_a_dirtied_allocator(shelf: Shelf, example: str) -> None:
 
 
 def test_the_class_is_written_down(shelf: Shelf) -> None:
+    """Of a processor's library products the bits depend on how many threads share them."""
     for example in EXAMPLES:
-        assert shelf.block(example).report()["determinism"] == "deterministic"
+        report = shelf.block(example).report()
+        ours = example == "rmsnorm_residual" or "-cpu" not in report["artifact"]
+        assert report["determinism"] == ("deterministic" if ours else "library-nondeterministic"), report

@@ -66,5 +66,5 @@ def test_torch_means_the_same_flags() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     assert precision._FLAGS["matmul"][0]() is False
     for on in (False, True):
-        torch.backends.cudnn.allow_tf32 = on
-        assert precision._FLAGS["cudnn"][0]() is on
+        with torch.backends.cudnn.flags(allow_tf32=on):
+            assert precision._FLAGS["cudnn"][0]() is on
