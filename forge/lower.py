@@ -317,7 +317,8 @@ def _given(
 
 
 def _chain(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
-    assert group.chain is not None
+    assert group.chain is not None and group.contraction is not None
+    joint = parts.views[group.contraction.tensors[0]].base
     stored, halves, link = _stored(parts, group), [], ""
     for part in group.chain:
         node = part.contraction
@@ -325,7 +326,7 @@ def _chain(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
         a, b = (parts.views[v] for v in node.tensors[:2])
         given, names = _given(low, parts, part, stored & part.values(), name)
         halves.append(chain.Half(given, a, b, node))
-        link = link or names[parts.views[group.contraction.tensors[0]].base]  # type: ignore[union-attr]
+        link = link or names[joint]
     first, second = halves
     return chain.lower(first, second, link)
 

@@ -25,7 +25,7 @@ REPEATS = 5
 
 
 def run(request: Mapping[str, Any]) -> dict[str, Any]:
-    """`jobs`: each {"name", "dims", "values", "candidates": [{"name", "plan", "kernels", "kind", "code"}]};
+    """`jobs`: each {"name", "dims", "values", "candidates": [{"name", "plan", "kernels", "code"}]};
     `rounds` of the measurement. Answers {job: {candidate: {"us", "low", "high"} or {"wrong": why}}}.
     """
     device = torch.device(request["device"])
