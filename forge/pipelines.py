@@ -165,6 +165,8 @@ def _merged(plans: list[PhaseLowering]) -> list[PhaseLowering]:
 
 def tune(work: Work) -> Work:
     """Tiles measured on this machine in place of the priors; where the target is not here, those stay."""
+    if work.tuning.replayed:
+        return work
     device = _device(work.target)
     if device is None or not work.kernels.sites:
         why = f"no {work.target.name} here" if device is None else "nothing to tune"

@@ -8,7 +8,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,16 @@ def compile_blueprint(
     library: Library,
     progress: Callable[[str], None] = lambda step: None,
     replay: object = None,
+    incumbents: object = None,
     deny: Sequence[str] = (),
     budget_s: float | None = None,
 ) -> list[CompileResult]:
     """Every pipeline x target; nothing is written for a combination that fails, the others stand.
 
-    `replay` is a tuning journal (parsed JSON): its choices are made again instead of new ones. `deny` are
-    codes of warnings that are errors here ("all": every one). `budget_s`: seconds that a pipeline which
-    measures may spend on a target; with a replayed journal it goes on from those tiles.
+    `replay` is a tuning journal (parsed JSON): its choices are made again and nothing is measured.
+    `incumbents` is one too: a pipeline that measures starts from its tiles. `deny` are codes of warnings that
+    are errors here ("all": every one). `budget_s`: seconds that a pipeline which measures may spend on a
+    target.
     """
     out = []
     for target_name in targets:
@@ -77,10 +79,10 @@ def compile_blueprint(
             raise EsperError("E0515", f"nothing is stored for {target.name}", hint=hint, exit_code=EXIT_USAGE)
         for name in pipelines:
             started = time.perf_counter()
-            choices = read_journal(replay) if replay is not None else Choices()
-            kernels = Kernels(choices=choices)
+            journal = incumbents if replay is None else replay
+            kernels = Kernels(choices=Choices() if journal is None else read_journal(journal))
             told = partial(_told, progress, f"{target.name} {pipeline(name).name}")
-            tuning = _tuning(name, budget_s, library, told)
+            tuning = replace(_tuning(name, budget_s, library, told), replayed=replay is not None)
             work = Work(
                 blueprint, target, pipeline(name).name, denied=tuple(deny), kernels=kernels, tuning=tuning
             )
@@ -176,7 +178,7 @@ def tune_artifact(
     name = record.pipeline if record.pipeline in EFFORTS else "standard"
     (result,) = compile_blueprint(
         blueprint, pipelines=(name,), targets=(str(manifest["target"]["name"]),), library=library,
-        progress=progress, replay=journal, budget_s=budget_s,
+        progress=progress, incumbents=journal, budget_s=budget_s,
     )  # fmt: skip
     return result
 

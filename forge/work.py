@@ -29,12 +29,15 @@ class Built:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How much to search, where measurements are kept, and who is told of the progress."""
+    """How much to search, where measurements are kept, and who is told of the progress. `replayed`: every tile
+    is given by a journal, none is searched for.
+    """
 
     trials: int = 300
     seconds: float = 300.0
     store: Store | None = None
     progress: Callable[[str], None] = lambda text: None
+    replayed: bool = False
 
 
 @dataclass(frozen=True)

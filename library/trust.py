@@ -183,14 +183,17 @@ class TrustStore:
 
     def _verified(self) -> TrustDocument:
         check_private(self.home)
+        # The mark first: whoever installs a version writes the document before it, so that a document read
+        # later is older only if it was put back.
+        seen = self._highest()
         document = self.check_envelope(self._read(), None)
-        if document.version < self._highest():
+        if document.version < seen:
             raise fail(
                 "E0750",
-                f"trust store has version {document.version}, version {self._highest()} was seen before",
+                f"trust store has version {document.version}, version {seen} was seen before",
                 hint="put the newer trust.json back; an older one brings revoked keys back to life",
             )
-        if document.version > self._highest():  # copied here by hand, or a crash after it was installed
+        if document.version > seen:  # copied here by hand, or a crash after it was installed
             self._ratchet(document.version)
         return document
 

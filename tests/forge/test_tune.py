@@ -113,11 +113,11 @@ def test_a_search_keeps_everything_it_measured_and_goes_on_from_it(
         assert times == sorted(times) and group["prior"] in [t["tile"] for t in group["trials"]]
     kept = library.measurements(first.report["groups"][0]["key"], target.arch, toolchain_of(target))
     assert len(kept) >= len(first.report["groups"][0]["trials"])
-    before = sum(built)
+    built.clear()
     again = search.search(kernels, target, "cpu", toolchain_of(target), search.Effort(0, 0.0), library)
     known = {g["key"]: len(g["trials"]) for g in first.report["groups"]}
     assert {g["key"]: len(g["trials"]) for g in again.report["groups"]} == known, "read, not measured again"
-    assert sum(built) - before < before, "only priors and finalists are built again"
+    assert len(built) <= 2, "the priors and the finalists, and no batch of new tiles between"
 
 
 def test_a_winner_is_faster_by_the_margin_and_outside_the_noise() -> None:
@@ -137,17 +137,21 @@ def test_a_winner_is_faster_by_the_margin_and_outside_the_noise() -> None:
     assert won(search.Trial(near, 95.0, 94.0, 96.0), search.Trial(sure, 80.0, 79.0, 81.0)) == {key: sure}
 
 
-def test_tuned_artifacts_say_what_was_tried_and_replay_to_the_same_id(library: Library) -> None:
+def test_tuned_artifacts_say_what_was_tried_and_replay_to_the_same_id(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (made,) = compile_blueprint(
         block(), pipelines=("standard",), targets=("cpu",), library=library, budget_s=6.0
     )
     report = json.loads(library.side_file(made.artifact_id, "tuning.json"))
     assert report["schema"] == "esper-tuning/1" and report["groups"] and "-standard-" in made.artifact_id
     journal = json.loads(library.side_file(made.artifact_id, "journal.json"))
+    monkeypatch.setattr(clock, "run", None)
+    monkeypatch.setattr(search, "run_worker", None)  # nothing is measured
     (again,) = compile_blueprint(
-        block(), pipelines=("standard",), targets=("cpu",), library=library, replay=journal, budget_s=0.001
+        block(), pipelines=("standard",), targets=("cpu",), library=library, replay=journal
     )
-    assert again.artifact_id == made.artifact_id
+    assert again.artifact_id == made.artifact_id and not again.warnings
 
 
 def test_without_the_card_priors_stay_and_the_artifact_says_so(library: Library) -> None:

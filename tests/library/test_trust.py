@@ -263,6 +263,25 @@ def test_the_highest_version_is_remembered_from_a_copied_store(lib: Library) -> 
     assert code_of(TrustStore(lib.trust.home).document) == "E0750"
 
 
+def test_a_version_installed_while_one_reads_is_no_rollback(
+    lib: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions come between the reading of the document and what follows: the reader has an older one."""
+    reader, read = TrustStore(lib.trust.home), TrustStore._read
+
+    def slow(store: TrustStore) -> bytes:
+        found = read(store)
+        if store is reader:
+            lib.trust.amend()
+            lib.trust.amend()
+        return found
+
+    monkeypatch.setattr(TrustStore, "_read", slow)
+    assert reader.document().version == 1
+    monkeypatch.setattr(TrustStore, "_read", read)
+    assert reader.document().version == 3, "seen at the next look"
+
+
 def test_changes_at_once_lose_none(lib: Library) -> None:
     """Keys added, a key revoked and artifacts barred by many processes: each one is in the last version."""
     home = lib.trust.home
