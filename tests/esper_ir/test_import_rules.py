@@ -436,17 +436,17 @@ def test_five_hundred_nodes_in_five_seconds_beyond_torch() -> None:
     export = torch.export.export
 
     def timed(*given: Any, **more: Any) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             return export(*given, **more)
         finally:
-            spent.append(time.perf_counter() - start)
+            spent.append(time.process_time() - start)
 
     torch.export.export = timed
     try:
-        start = time.perf_counter()
+        start = time.process_time()
         blueprint = from_torch(module, x, dynamic=0)
-        total = time.perf_counter() - start
+        total = time.process_time() - start
     finally:
         torch.export.export = export
     assert len(blueprint.nodes) == 500

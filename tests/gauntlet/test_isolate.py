@@ -24,7 +24,7 @@ def test_a_good_worker_finishes(server: ForkServer) -> None:
     ending = run(server, "good")
     assert ending.kind == isolate.FINISHED, ending
     assert ending.last("text") == {"event": "text", "text": "hello", "threads": 1}
-    assert ending.spill == b"spilled" and ending.seconds < 2
+    assert ending.spill == b"spilled" and ending.seconds < 20
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_children_go_with_their_worker(server: ForkServer) -> None:
     ending = run(server, "leaves_children")
     event = ending.last("child")
     assert ending.kind == isolate.FINISHED and event
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline and _alive(event["session"]):
         time.sleep(0.02)
     assert not _alive(event["session"])
@@ -124,7 +124,7 @@ def test_workers_die_with_their_supervisor() -> None:
     pid = int(process.stdout.readline())
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline and os.path.exists(f"/proc/{pid}"):
         time.sleep(0.02)
     assert not os.path.exists(f"/proc/{pid}")

@@ -79,8 +79,8 @@ def test_time_is_bounded_and_nothing_is_left(tmp_path: Path) -> None:
     mark, started = tmp_path / "pid", time.monotonic()
     limits = Limits(seconds=2, writable=(str(tmp_path),))
     assert refusal("E0831", work, "spin", limits, mark=str(mark)).exit_code == 15
-    assert time.monotonic() - started < 15
-    deadline = time.monotonic() + 5
+    assert time.monotonic() - started < 60
+    deadline = time.monotonic() + 20
     while _session(int(mark.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _session(int(mark.read_text()))

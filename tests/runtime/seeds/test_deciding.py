@@ -322,10 +322,10 @@ def test_ten_thousand_slots_are_decided_in_time() -> None:
     given = packet(rows)
     best = math.inf
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         shown = view(given)
         (found,) = [*carry(shown), *policy_of(Settings()).germinate(shown)]
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.process_time() - began)
         assert found.slot == "layer7/7"
     assert best < 0.5, "the bench measures against 0.1 s on a quiet machine"
     assert isinstance(Event("EPOCH", 0, 0), Event)
