@@ -36,7 +36,7 @@ from gauntlet.isolate import ForkServer
 from gauntlet.runner import Judgement, judge
 from gauntlet.stages import integrity
 from library.manifest import unpack
-from tests.faults import classes, corpus
+from tests.faults import classes, corpus, witness
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.table import bound
 
@@ -44,11 +44,13 @@ COUNT, BLUEPRINTS, SUBTLE = 320, 40, 10.0
 DEAR = {"endless loop": 5}
 """Mutants of classes whose every verdict takes seconds by nature: a launch that does not end is waited for,
 twice."""
+KINDS: dict[str, FaultClass] = collect(classes, "CLASSES")
 
 
 @dataclass(frozen=True)
 class Planted:
-    """One artifact to judge: `kind` is empty for a clean one, `file` lies in the folder."""
+    """One artifact to judge: `kind` is empty for a clean one, `file` lies in the folder; `by_value` as of its
+    class."""
 
     kind: str
     block: str
@@ -57,6 +59,7 @@ class Planted:
     file: str
     seed: int
     subtle: bool = False
+    by_value: bool = False
 
 
 def say(text: str) -> None:
@@ -95,10 +98,9 @@ def _blocks(target: str, only: Sequence[str]) -> Iterator[corpus.Block]:
 def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[str, Mutant]]:
     """(block, mutant): as many of every class, over as many blocks as it has places in; of classes that have
     subtle ones twice as many, two of three of them subtle."""
-    kinds: dict[str, FaultClass] = collect(classes, "CLASSES")
     rng = random.Random(seed)
     found: dict[str, list[tuple[str, Mutant]]] = {}
-    for name, kind in kinds.items():
+    for name, kind in KINDS.items():
         found[name] = _spread([(b.name, m) for b in blocks for m in kind.mutants(b)], rng)
     left, out = count, []
     weight = {n: 2 if any(m.subtle for _, m in pairs) else 1 for n, pairs in found.items()}
@@ -149,7 +151,8 @@ def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed:
         file = hashlib.sha256(data).hexdigest()[:24] + ".artifact"
         (folder / file).write_bytes(data)
         yield Planted(
-            mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle
+            mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle,
+            KINDS[mutant.kind].by_value,
         )  # fmt: skip
 
 
@@ -183,29 +186,38 @@ def _renamed(mutant: Mutant, entry: str) -> str:
 def judged(
     folder: Path, planted: Sequence[Planted], device: str, jobs: int, seconds: float, quick: bool
 ) -> list[dict[str, Any]]:
-    """A row per artifact that was judged before the time was over; `jobs` at a time."""
+    """A row per artifact that was judged before the time was over; `jobs` at a time. Clean ones get all cases
+    with the first of their seeds, the short list with the others. A fault that passed is looked for a witness
+    against (`tests/faults/witness.py`)."""
     servers: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
     end, lock, rows = time.monotonic() + seconds, threading.Lock(), []
+
+    first = min((c.seed for c in planted if not c.kind), default=0)
 
     def one(case: Planted) -> None:
         if time.monotonic() > end:
             return
-        server = servers.get()
+        server, seen = servers.get(), ""
         try:
             data = (folder / case.file).read_bytes()
-            found = judge(data, device, server, quick=quick or not case.kind, seed=case.seed)
+            short = quick or (not case.kind and case.seed > first)
+            found = judge(data, device, server, quick=short, seed=case.seed)
+            if case.by_value and found.passed:
+                clean = (folder / f"{case.block}.artifact").read_bytes()
+                seen = witness.find(clean, data, device, server, seed=case.seed)
         finally:
             servers.put(server)
         with lock:
-            rows.append(_row(case, found))
+            rows.append({**_row(case, found), "witness": seen})
             if bool(case.kind) != (found.passed is False):
                 say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
+                say(f"  {'shown by ' + seen if seen else 'not told from the clean one'}")
             if len(rows) % 20 == 0:
                 say(f"{len(rows)} of {len(planted)}")
 
     try:
         for _ in range(jobs):
-            server = ForkServer()
+            server = ForkServer(packages=("gauntlet", "tests"))
             server.start()
             servers.put(server)
         with ThreadPoolExecutor(jobs) as pool:
@@ -229,6 +241,8 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
 def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: str) -> dict[str, Any]:
     """As a results file: caught and planted by class, those under ten times the bound, and the clean ones."""
     faults, clean = [r for r in rows if r["kind"]], [r for r in rows if not r["kind"]]
+    same = [r for r in faults if _changes_nothing(r)]
+    faults = [r for r in faults if r not in same]
     missed = [r for r in faults if not _caught(r)]
     refused = [r for r in clean if r["passed"] is not True]
     kinds, names = sorted({r["kind"] for r in faults}), len({r["block"] for r in clean})
@@ -241,14 +255,24 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
         "classes_with_10_under_10x_the_bound": results.figure(
             sum(c["under_10x"] >= 10 for c in by_class), "count"
         ),
+        "mutants_that_change_nothing": results.figure(len(same), "count"),
         "clean_judged": results.figure(len(clean), "count", 300, at_least=True),
         "clean_blueprints": results.figure(names, "count", BLUEPRINTS, at_least=True),
         "clean_refused": results.figure(len(refused), "count", 0),
         "clean_refused_share_at_most_95": results.figure(bound(len(refused), len(clean)), "share", 0.01),
     }
-    wrong = [{k: r[k] for k in ("kind", "block", "kernel", "place", "reason")} for r in (*missed, *refused)]
     notes = [f"seed {seed}; {len(rows)} of {asked} artifacts judged on {device} within the time given"]
-    return {**results.header("faults"), "rows": by_class, "figures": figures, "wrong": wrong, "notes": notes}
+    told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "notes": notes}
+    return {**results.header("faults"), "rows": by_class, "figures": figures, **told}
+
+
+def _told(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: r[k] for k in ("kind", "block", "kernel", "place", "reason", "witness")} for r in rows]
+
+
+def _changes_nothing(row: Mapping[str, Any]) -> bool:
+    """No fault at all: it gives the clean artifact's numbers wherever they were compared."""
+    return bool(row["by_value"] and row["passed"] and not row["witness"])
 
 
 BEFORE_RUNNING = ("forged manifest", "work skipped on repeat")

@@ -95,19 +95,18 @@ def _bound(size: Tensor, error: Tensor, rms: float, accumulation: int, dtype: DT
 
 
 SQUARE_TOP, SQUARE_LEAST = 1e140, 1e-140
-"""Squares of magnitudes between these neither overflow nor vanish in float64."""
+"""In a norm between these no square has overflowed, and none that matters has vanished."""
 
 
 def _rms(values: Tensor) -> float:
     """Root mean square of finite float64 values, scaled where squares would overflow or vanish."""
     if not values.numel():
         return 0.0
+    norm = float(torch.linalg.vector_norm(values))
+    if SQUARE_LEAST < norm < SQUARE_TOP:
+        return norm / math.sqrt(values.numel())
     top = _top(values)
-    if not top:
-        return 0.0
-    if SQUARE_LEAST < top < SQUARE_TOP:
-        return float(torch.linalg.vector_norm(values)) / math.sqrt(values.numel())
-    return top * float((values / top).square().mean().sqrt())
+    return top * float((values / top).square().mean().sqrt()) if top else 0.0
 
 
 def _top(values: Tensor) -> float:
@@ -127,7 +126,16 @@ def classes(values: Tensor) -> Tensor:
 def _index(mask_or_value: Tensor) -> tuple[int, ...]:
     flat = mask_or_value.reshape(-1)
     at = int((flat.to(torch.uint8) if flat.dtype is torch.bool else flat).argmax())
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(at), mask_or_value.shape))
+    return _unravelled(at, mask_or_value.shape)
+
+
+def _unravelled(at: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of element number `at`."""
+    found = []
+    for size in reversed(shape):
+        at, place = divmod(at, size)
+        found.append(place)
+    return tuple(reversed(found))
 
 
 def _failed(reason: str, where: tuple[int, ...] | None = None) -> Comparison:
@@ -190,7 +198,7 @@ def _judge(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtype
         if float(margin[top]) > worst:
             worst, at = float(margin[top]), before + top
         before += margin.numel()
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), result.shape))
+    where = _unravelled(at, result.shape)
     ratio = own / theirs if theirs else (math.inf if own else 0.0)
     reason = ""
     if own > allowed:

@@ -108,8 +108,9 @@ class Zones:
         zone = min(max(ZONE, size), MAX_ZONE) // 256 * 256
         lead = zone + shift * dtype.itemsize
         self.seed += 1
-        whole = random_bytes(lead + size + zone, self.seed, self.device).clone()
-        before, after = whole[:lead].clone(), whole[lead + size :].clone()
+        drawn = random_bytes(lead + size + zone, self.seed, self.device)
+        before, after = drawn[:lead], drawn[lead + size :]  # of the pool, which nobody is given
+        whole = drawn.clone()
         self._fences.append(_Fence(name, whole, zone, size, lead, before, after))
         return whole[lead : lead + size].view(dtype).reshape(shape)
 

@@ -8,20 +8,26 @@ import ctypes
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from gauntlet import arena, inputs
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
-from library.launch import Plan, evaluate
+from gauntlet.subject import Subject
+from library.launch import evaluate
 
 REPEATS = 4
 THREADS = (1, 2, 3, 4)
 RACE_CALLS, RACE_SECONDS, QUICK_RACE_SECONDS = 400, 0.6, 0.2
 """Two threads meet only now and then: calls per thread count, and the processor seconds after which it is
 enough."""
+RACE_ELEMENTS = 1 << 16
 NEAR = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 4e-3}
+ALIGNED = 512
+"""Bytes: where torch's allocator on a card begins every tensor."""
 DIRT = 24
 STORM_US = 30
 _libc = ctypes.CDLL(None)
@@ -31,26 +37,19 @@ _libc.signal.restype = ctypes.c_void_p
 def _recipes(context: Context) -> Iterator[Recipe]:
     subject = context.subject
     large = subject.largest_dims()
-    for dims in subject.regions[1:]:
-        yield Recipe("determinism", dims, cotangent="normal", seed=context.seed, repeat=REPEATS)
-    for dims in (subject.base_dims(), _reduced(context, large)):
-        yield Recipe("determinism", dims, cotangent="normal", seed=context.seed, repeat=REPEATS)
-        if subject.device.type == "cpu":
+    base = Recipe("determinism", subject.base_dims(), cotangent="normal", seed=context.seed, repeat=REPEATS)
+    for dims in (*subject.regions[1:], base.dims, _reduced(subject, large) if context.quick else large):
+        yield replace(base, dims=dims)
+    if subject.device.type == "cpu":
+        for dims in (base.dims, _reduced(subject, large)):
             for threads in THREADS:
-                yield Recipe(
-                    "determinism",
-                    dims,
-                    cotangent="normal",
-                    seed=context.seed,
-                    threads=threads,
-                    repeat=RACE_CALLS,
-                )
+                yield replace(base, dims=dims, threads=threads, repeat=RACE_CALLS)
 
 
-def _reduced(context: Context, dims: dict[str, int]) -> dict[str, int]:
-    """The largest sizes, or a sixteenth of the elements when in a hurry."""
-    subject = context.subject
-    while context.quick and subject.elements(dims) > 1 << 17:
+def _reduced(subject: Subject, dims: dict[str, int]) -> dict[str, int]:
+    """The largest sizes, made smaller until the largest tensor is: threads meet more often in many calls over
+    memory that stays in the cache than in a few over memory that does not."""
+    while subject.elements(dims) > RACE_ELEMENTS:
         smaller = {n: max(subject.least_dims()[n], subject.nearest(n, size // 2)) for n, size in dims.items()}
         if smaller == dims:
             break
@@ -113,32 +112,40 @@ class _Calls:
         phases = ("inference", *(("forward",) if subject.launch.interface.differentiable else ()))
         self.plans = [subject.program.plan_for(phase, self.dims) for phase in phases]
         self.plans += subject.plans("backward", recipe.dims)
-        self.memory = [self._buffers(plan) for plan in self.plans]
+        self.memory, self.whole = self._buffers()
 
-    def _buffers(self, plan: Plan) -> dict[int, Tensor]:
-        return {
-            number: torch.empty(
-                tuple(evaluate(s, self.recipe.dims) for s in buffer.shape),
-                dtype=getattr(torch, buffer.dtype),
-                device=self.subject.device,
-            )
-            for number, buffer in enumerate(plan.buffers)
-            if buffer.source not in ("input", "saved", "cotangent")
-        }
+    def _buffers(self) -> tuple[list[dict[int, Tensor]], Tensor]:
+        """Memory by buffer for every plan, and the one block that all of it lies in: random bytes for a
+        whole run are then one copy."""
+        places: list[tuple[int, int, int, tuple[int, ...], torch.dtype]] = []
+        end = 0
+        for at, plan in enumerate(self.plans):
+            for number, buffer in enumerate(plan.buffers):
+                if buffer.source not in ("input", "saved", "cotangent"):
+                    shape = tuple(evaluate(s, self.recipe.dims) for s in buffer.shape)
+                    dtype = getattr(torch, buffer.dtype)
+                    places.append((at, number, end, shape, dtype))
+                    end += -(-prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+        whole = torch.empty(end + ALIGNED, dtype=torch.uint8, device=self.subject.device)
+        whole = whole[-whole.data_ptr() % ALIGNED :][:end]
+        memory: list[dict[int, Tensor]] = [{} for _ in self.plans]
+        for at, number, start, shape, dtype in places:
+            part = whole[start : start + prod(shape) * dtype.itemsize]
+            memory[at][number] = part.view(dtype).reshape(shape)
+        return memory, whole
 
     def run(self, seed: int) -> list[Tensor]:
         """Outputs, outputs again, gradients of each plan; they are overwritten by the next run."""
         out: list[Tensor] = []
         feeds: list[Tensor | None] = list(self.ordered)
-        for plan, memory in zip(self.plans, self.memory, strict=True):
-            for number, tensor in memory.items():
-                arena.poison(tensor, seed + number)
-            with self.context.launching(), storm(self.recipe.threads > 1, seed % 2 == 1):
+        arena.poison(self.whole, seed)
+        with self.context.launching(len(self.plans)), storm(self.recipe.threads > 1, seed % 2 == 1):
+            for plan, memory in zip(self.plans, self.memory, strict=True):
                 found = self.subject.program.run(plan, feeds, memory, self.dims)
-            count = len(plan.outputs) if plan.phase != "backward" else len(found)
-            out += found[:count]
-            if plan.phase == "forward":
-                feeds = [*found[count:], *self.flowing]
+                count = len(plan.outputs) if plan.phase != "backward" else len(found)
+                out += found[:count]
+                if plan.phase == "forward":
+                    feeds = [*found[count:], *self.flowing]
         return out
 
 

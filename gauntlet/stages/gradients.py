@@ -7,8 +7,10 @@ directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,9 +23,24 @@ from gauntlet.subject import Subject
 DIRECTIONAL = "directional"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
+KEPT, KEPT_ELEMENTS = 64, 1 << 16
+"""Cases that are kept, and the most elements of the largest tensor of one."""
 STEP = 1e-6
 SLACK = 16.0
 """Times the deviation that eager's own gradient shows, plus rounding of the dot product."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Leaves by name, a cotangent per output, and the gradients in float64 and of eager torch."""
+
+    values: Mapping[str, Tensor]
+    flowing: Sequence[Tensor | None]
+    exact: Mapping[str, Tensor]
+    eager: Mapping[str, Tensor]
+
+
+_kept: WeakKeyDictionary[Subject, dict[tuple[Any, ...], _Case]] = WeakKeyDictionary()
 
 
 def _recipes(context: Context) -> Iterator[Recipe]:
@@ -52,6 +69,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             for draw in ("ties",) if context.quick else ("ties", "zeros", "shifted", "uneven"):
                 yield replace(named, draw=draw)
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
+    plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):
         chosen = plans if not context.quick else [plans[at % len(plans)]]
         for wanted in chosen:
@@ -76,10 +94,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
     if recipe.layout == DIRECTIONAL:
         return _directional(context, recipe)
-    values = inputs.values(subject, recipe)
-    flowing = inputs.cotangents(subject, recipe)
-    exact = meaning.gradients(subject, values, flowing, recipe.wanted, "float64")
-    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
+    case = _case(subject, recipe)
+    values, flowing, exact, eager = case.values, case.flowing, case.exact, case.eager
     with context.launching():
         found = subject.trained(values, flowing, recipe.wanted)
     rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
@@ -93,6 +109,24 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 
     others = accuracy.Others(lambda turn: meaning.rounded(subject, values, flowing, turn), flat)
     return accuracy.all_of(subject, recipe, rows, others)
+
+
+def _case(subject: Subject, recipe: Recipe) -> _Case:
+    """The last small cases are kept: the same values are judged for many sets of gradients that are asked
+    for."""
+    key = (*sorted(recipe.dims.items()), recipe.draw, recipe.layout, recipe.cotangent, recipe.seed)
+    kept = _kept.setdefault(subject, {})
+    if key in kept and kept[key].exact.keys() >= set(recipe.wanted):
+        return kept[key]
+    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    exact = meaning.gradients(subject, values, flowing, recipe.wanted, "float64")
+    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
+    made = _Case(values, flowing, exact, eager)
+    if subject.elements(recipe.dims) <= KEPT_ELEMENTS and not subject.heavy:
+        while len(kept) >= KEPT:
+            kept.pop(next(iter(kept)))
+        kept[key] = made
+    return made
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:

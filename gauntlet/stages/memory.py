@@ -60,7 +60,7 @@ class _Run:
     arena: arena.Zones | arena.Pages
     feeds: list[Tensor | None]
     given: dict[int, Tensor]
-    before: list[Tensor | None]
+    before: Sequence[Tensor | None]
     found: list[Tensor] = field(default_factory=list)
 
 
@@ -124,8 +124,7 @@ def _set_up(subject: Subject, recipe: Recipe, plan: Plan, feeds: Sequence[Tensor
         if buffer.source not in ("input", "saved", "cotangent"):
             shape = tuple(evaluate(s, recipe.dims) for s in buffer.shape)
             given[number] = fence.empty(buffer.name, shape, getattr(torch, buffer.dtype))
-    before = [None if t is None else t.clone() for t in placed]
-    return _Run(fence, placed, given, before)
+    return _Run(fence, placed, given, feeds)
 
 
 def _from_outside(subject: Subject, plan: Plan) -> frozenset[int]:

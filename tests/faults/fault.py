@@ -14,6 +14,10 @@ its kernels by name (C functions on the processor, Triton modules for a card), t
 
 A mutant has to be wrong for some values and sizes that the blueprint allows, by more than rounding may
 explain; it must not depend on what the judge happens to try. Where that is in doubt, leave it out.
+
+Whoever adds a class to test the judge should not have read `gauntlet/`: this file, `corpus.py` (what a block
+is), `sites.py` (where values are loaded and stored) and docs/gauntlet.md are enough. What the classes already
+here do is no pattern to follow either.
 """
 
 from __future__ import annotations
@@ -42,7 +46,10 @@ class Mutant:
 
 @dataclass(frozen=True)
 class FaultClass:
-    """`name` as the table shows it; `mutants` of one block, as many as there are places."""
+    """`name` as the table shows it; `mutants` of one block, as many as there are places. `by_value`: a mutant
+    of this class is wrong only by its numbers, so that one which gives the clean artifact's numbers for all
+    values and sizes is no fault (`tests/faults/witness.py` looks); of other classes every mutant counts."""
 
     name: str
     mutants: Callable[[Block], Iterator[Mutant]]
+    by_value: bool = False

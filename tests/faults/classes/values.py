@@ -26,7 +26,7 @@ def _each(kind: str, change: Callable[[Site], Changes], what: str, *roles: str) 
                 where = f"{what} {site.argument}: {place}"
                 yield Mutant(kind, site.kernel, where, site.put(value), subtle=subtle)
 
-    return FaultClass(kind, mutants)
+    return FaultClass(kind, mutants, by_value=True)
 
 
 def _suffix(site: Site) -> str:
