@@ -40,8 +40,9 @@ def _read(fd: int) -> bytes:
     return os.pread(fd, size, 0)
 
 
-def run(arguments: int, result: int, spill: int) -> None:
-    """The worker of `prove` and `replay`."""
+def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
+    """The job of a worker and the artifact under test, in a process that has given up what it does not need.
+    No candidate code is loaded."""
 
     def emit(event: Mapping[str, Any]) -> None:
         os.write(result, json.dumps(event).encode() + b"\n")
@@ -58,22 +59,28 @@ def run(arguments: int, result: int, spill: int) -> None:
         _keep_pages()
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
-    recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
     if subject.device.type == "cpu" and subject.fixed_elements < MANY:
         torch.set_num_threads(
             1
         )  # the determinism stage tries others; waking idle threads costs more than it saves
+    return job, context
+
+
+def run(arguments: int, result: int, spill: int) -> None:
+    """The worker of `prove` and `replay`."""
+    job, context = opened(arguments, result)
+    recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
     try:
         for stage in all_stages():
             if (job.get("stages") and stage.name not in job["stages"]) or (job["quick"] and not stage.quick):
                 continue
-            if not _run_stage(stage, context, recipe, spill):
+            if not run_stage(stage, context, recipe, spill):
                 break
     except Exception as error:
-        emit({"event": "broke", "what": f"{type(error).__name__}: {error}"})
+        context.emit({"event": "broke", "what": f"{type(error).__name__}: {error}"})
         traceback.print_exc()
         raise
-    emit({"event": "done"})
+    context.emit({"event": "done"})
 
 
 def _keep_pages() -> None:
@@ -95,7 +102,7 @@ def confine(device: torch.device) -> str:
     return "full" if confined.seccomp(alone=device.type == "cpu") else "landlock"
 
 
-def _run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int) -> bool:
+def run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int) -> bool:
     """Whether the stages after it still matter."""
     context.emit({"event": "stage", "name": stage.name})
     began, before = time.monotonic(), context.candidate_seconds

@@ -177,7 +177,7 @@ class Sweep:
     shrink: bool = True
 
     def run(self, context: Context) -> Outcome:
-        count, worst = 0, dict[str, Any]()
+        count, worst, sizes = 0, dict[str, Any](), dict[str, set[int]]()
         began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
         recipes = list(self.recipes(context))
         wanted = len(recipes)
@@ -188,12 +188,16 @@ class Sweep:
                 recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget, own / (at + 1))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
-            count += isinstance(outcome, Passed)
-            worst = _worst(worst, outcome.metrics if isinstance(outcome, Passed) else {})
+            if isinstance(outcome, Passed):
+                count += 1
+                worst = _worst(worst, outcome.metrics)
+                if context.subject.declares(recipe.dims):
+                    sizes = {name: sizes.get(name, set()) | {size} for name, size in recipe.dims.items()}
         if not count:
             return Skipped("no case applies")
         left_out = {"cases_left_out": wanted - len(recipes)} if wanted > len(recipes) else {}
-        return Passed({"cases": count, **left_out, **worst})
+        tested = {"sizes": {name: sorted(found) for name, found in sizes.items()}}
+        return Passed({"cases": count, **left_out, **tested, **worst})
 
     def checked(self, context: Context, recipe: Recipe) -> Outcome:
         context.at(recipe)

@@ -144,9 +144,14 @@ class Subject:
 
     def admits(self, dims: Mapping[str, int], elements: int = 0) -> bool:
         """Inside the declared range, and small enough for a reference here."""
-        inside = all(_inside(d, dims[d.name]) for d in self.launch.interface.dims)
         least = self.elements(self.least_dims())
-        return inside and self.elements(dims) <= max(elements or ELEMENTS[self.device.type], least)
+        return self.declares(dims) and self.elements(dims) <= max(
+            elements or ELEMENTS[self.device.type], least
+        )
+
+    def declares(self, dims: Mapping[str, int]) -> bool:
+        """Inside the declared range."""
+        return all(_inside(d, dims[d.name]) for d in self.launch.interface.dims)
 
     def elements(self, dims: Mapping[str, int]) -> int:
         """Of the largest tensor of any plan at these sizes; tensors of one size only do not count."""
@@ -356,14 +361,18 @@ class Subject:
     ) -> dict[str, Tensor]:
         """Gradients by torch's autograd through the runtime's function, as in training."""
         leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in values.items()}
+        outputs = self.attached(leaves)
+        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
+        grads = torch.autograd.grad([o for o, _ in pairs], [leaves[n] for n in wanted], [c for _, c in pairs])
+        return dict(zip(wanted, grads, strict=True))
+
+    def attached(self, leaves: Mapping[str, Tensor]) -> list[Tensor]:
+        """Outputs as part of torch's autograd graph; which leaves want a gradient chooses the plan."""
         tensors = [leaves[s.name] for s in self.launch.interface.inputs]
         with torch.enable_grad():
             ready, _ = self._state.choose(tensors, True)
             found = functions.call(self._state, ready, *tensors)
-        outputs = [found] if isinstance(found, Tensor) else list(found)
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if c is not None]
-        grads = torch.autograd.grad([o for o, _ in pairs], [leaves[n] for n in wanted], [c for _, c in pairs])
-        return dict(zip(wanted, grads, strict=True))
+        return [found] if isinstance(found, Tensor) else list(found)
 
     @cached_property
     def _state(self) -> functions.State:

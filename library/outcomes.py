@@ -54,6 +54,12 @@ def outcomes(core: Core, artifact_id: str) -> list[FieldReport]:
     return [decode(FieldReport, parse_json(body)) for body in found]
 
 
+def timed_outcomes(core: Core, artifact_id: str) -> list[tuple[float, FieldReport]]:
+    """The same, each with the time it was taken in (seconds since 1970)."""
+    found = rows.timed_outcomes(core.index, known(core, artifact_id).id)
+    return [(when, decode(FieldReport, parse_json(body))) for when, body in found]
+
+
 def note_use(core: Core, artifact_id: str, loads: int = 1, *, compile_seconds: float | None = None) -> None:
     """Count loads, and remember what compiling it cost, for retention."""
     with core.index.write():

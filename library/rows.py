@@ -244,6 +244,13 @@ def last_entry(index: Index) -> int:
     return row[0] if row else 0
 
 
+def annotation_rows(index: Index, artifact_id: str) -> list[tuple[Any, ...]]:
+    """(envelope, seq) of every annotation, oldest first."""
+    text = """SELECT n.envelope, n.seq FROM annotations n JOIN artifacts a ON a.num = n.artifact
+        WHERE a.id = ? ORDER BY n.version"""
+    return index.rows(text, (artifact_id,))
+
+
 def annotation_envelopes(index: Index, artifact_id: str) -> list[bytes]:
     """Signed annotations, oldest first."""
     text = """SELECT n.envelope FROM annotations n JOIN artifacts a ON a.num = n.artifact
@@ -275,6 +282,13 @@ def outcome_bodies(index: Index, artifact_id: str) -> list[bytes]:
     text = """SELECT o.report FROM outcomes o JOIN artifacts a ON a.num = o.artifact
         WHERE a.id = ? ORDER BY o.num"""
     return [row[0] for row in index.rows(text, (artifact_id,))]
+
+
+def timed_outcomes(index: Index, artifact_id: str) -> list[tuple[float, bytes]]:
+    """(when it was taken in, report), in the order they came."""
+    text = """SELECT o.time, o.report FROM outcomes o JOIN artifacts a ON a.num = o.artifact
+        WHERE a.id = ? ORDER BY o.num"""
+    return [(float(row[0]), row[1]) for row in index.rows(text, (artifact_id,))]
 
 
 def troubled(index: Index, blueprint: str | None = None) -> list[str]:

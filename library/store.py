@@ -189,6 +189,10 @@ class Library(Core):
         """The newest verdict with its report, signature verified; None while PENDING."""
         return verdicts.read_verdict(self, self.record(artifact_id))
 
+    def verdicts(self, artifact_id: str) -> list[VerdictRecord]:
+        """Every verdict with its report, newest first, signatures verified."""
+        return verdicts.read_verdicts(self, self.record(artifact_id))
+
     def annotate(self, artifact_id: str, annotation: Mapping[str, Any]) -> int:
         """Sign tags, risk, confidence and interest over a VALIDATED artifact; the newest version wins."""
         return verdicts.annotate(self, artifact_id, annotation)
@@ -196,6 +200,10 @@ class Library(Core):
     def annotation(self, artifact_id: str) -> dict[str, Any]:
         """The newest annotation, signature verified; {} without one."""
         return verdicts.newest_annotation(self, self.record(artifact_id))
+
+    def annotations(self, artifact_id: str) -> list[dict[str, Any]]:
+        """Every annotation as {version, time, annotation}, oldest first, signatures verified."""
+        return verdicts.read_annotations(self, self.record(artifact_id))
 
     def _finder(self) -> query.Finder:
         if self._found is None:
@@ -266,6 +274,10 @@ class Library(Core):
     def outcomes(self, artifact_id: str) -> list[FieldReport]:
         """Field reports about one artifact, in the order they came."""
         return outcomes.outcomes(self, artifact_id)
+
+    def timed_outcomes(self, artifact_id: str) -> list[tuple[float, FieldReport]]:
+        """The same, each with the time it was taken in (seconds since 1970)."""
+        return outcomes.timed_outcomes(self, artifact_id)
 
     def troubled(self, blueprint: str | None = None) -> list[str]:
         """Ids of artifacts that crashed or differed in use and were not proven again since."""

@@ -18,7 +18,7 @@ from library.trust import TrustDocument
 
 MAX_REPORT_BYTES = 16 << 20
 _MAX_VERSION = 1 << 53
-ANNOTATED = ("generated_tags", "risk_score", "conf_level", "urabrask_interest")
+ANNOTATED = ("generated_tags", "risk_score", "risk_basis", "conf_level", "urabrask_interest")
 
 
 def known(core: Core, artifact_id: str) -> ArtifactRecord:
@@ -89,9 +89,16 @@ def insert_verdict(
 def read_verdict(core: Core, record: ArtifactRecord) -> VerdictRecord | None:
     """The newest verdict with its report, both as they were signed; None while PENDING."""
     found = rows.verdict_rows(core.index, record.id)
-    if not found:
-        return None
-    *_, envelope, _, seq = found[0]
+    return _opened(core, record, found[0]) if found else None
+
+
+def read_verdicts(core: Core, record: ArtifactRecord) -> list[VerdictRecord]:
+    """Every verdict with its report, newest first: one per card and toolchain that it was measured with."""
+    return [_opened(core, record, row) for row in rows.verdict_rows(core.index, record.id)]
+
+
+def _opened(core: Core, record: ArtifactRecord, row: tuple[Any, ...]) -> VerdictRecord:
+    *_, envelope, _, seq = row
     said = open_verdict(core.trust.document(), record, envelope, seq)
     content = parse_json(core.blobs.read(said.report))
     if not isinstance(content, dict):
@@ -144,6 +151,12 @@ def newest_annotation(core: Core, record: ArtifactRecord) -> dict[str, Any]:
     if predicate["version"] != version:
         raise fail("E0746", f"annotation stored as version {version} is another", node=record.id)
     return dict(predicate["annotation"])
+
+
+def read_annotations(core: Core, record: ArtifactRecord) -> list[dict[str, Any]]:
+    """Every annotation as {version, time, annotation}, oldest first, signatures verified."""
+    document, found = core.trust.document(), rows.annotation_rows(core.index, record.id)
+    return [open_annotation(document, record, envelope, seq)[1] for envelope, seq in found]
 
 
 def open_annotation(
