@@ -29,6 +29,7 @@ from esper_ir.diagnostics import EsperError
 from forge.service import compile_file
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
+from gauntlet.sampling import QUICK
 from library.store import Library
 from runtime import timing
 
@@ -118,7 +119,7 @@ def example_inputs(path: Path, device: torch.device) -> list[torch.Tensor]:
 def build(path: Path, target: str, library: Library, server: ForkServer, device: torch.device) -> Artifact:
     """Compile with the fast pipeline, prove, load by id and time one example."""
     (compiled,) = compile_file(path, pipelines=("fast",), targets=(target,), library=library)
-    verdict = prove(compiled.artifact_id, library=library, server=server)
+    verdict = prove(compiled.artifact_id, library=library, server=server, effort=QUICK)
     if not verdict.passed:
         raise click.ClickException(f"{path.name}: {verdict.artifact_id} {verdict.state}: {verdict.reason}")
     load = runtime.load  # imported here, so that what is timed is loading

@@ -32,6 +32,7 @@ from bench.training import MODELS
 from bench.whole_models import Bench
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
+from gauntlet.sampling import BRIEF
 from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
@@ -264,7 +265,7 @@ def _prove(library: Library, artifacts: Iterable[str]) -> None:
     """Verdicts for what was just compiled."""
     with ForkServer() as server:
         for artifact in artifacts:
-            verdict = prove(artifact, library=library, server=server, quick=True)
+            verdict = prove(artifact, library=library, server=server, quick=True, effort=BRIEF)
             say(f"{artifact}: {verdict.state} {verdict.reason}")
 
 

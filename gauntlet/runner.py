@@ -7,6 +7,7 @@ no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
-from gauntlet import cases, quarantine, sanitizer, tags
+from gauntlet import annotating, cases, opclass, profile, quarantine, sanitizer, tags
 from gauntlet.exclusive import exclusive, physical
 from gauntlet.isolate import (
     CRASH,
@@ -32,6 +33,8 @@ from gauntlet.isolate import (
 )
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, WEP, StageReport, UrabraskValidationReport
+from gauntlet.sampling import Effort
+from library.manifest import unpack
 from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
 from library.store import Library
 
@@ -93,42 +96,58 @@ def prove(
     device: str | None = None,
     server: ForkServer | None = None,
     progress: Progress | None = None,
+    compare: tuple[str, ...] = ("eager",),
+    effort: Effort | None = None,
+    again: bool = False,
 ) -> Verdict:
-    """Run every stage on one artifact and record the signed verdict. An artifact that has a verdict keeps it.
+    """Run every stage on one artifact and record the signed verdict. An artifact that has a verdict keeps it,
+    unless it is to be judged and measured `again`: then the new one stands beside it.
 
     `library`: an open one (with the validator's role), a path, or the default place. `device`: "cpu",
-    "cuda:0"; by default what the artifact is for. E07xx from the library; E0902, E0903 when the machine is
-    not fit to judge.
+    "cuda:0"; by default what the artifact is for. `compare`: baselines of the measurement, `effort`: what it
+    spends (None: what `quick` asks for). E07xx from the library; E0902, E0903 when the machine is not fit to
+    judge.
     """
-    if not isinstance(library, Library):
-        with Library.open(library, create=False, roles=("validator",)) as opened:
-            return prove(
-                artifact_id, library=opened, quick=quick, device=device, server=server, progress=progress
-            )
-    if server is None:
-        with ForkServer() as own:
-            return prove(
-                artifact_id, library=library, quick=quick, device=device, server=own, progress=progress
-            )
+    if not isinstance(library, Library) or server is None:
+        options: dict[str, Any] = {"quick": quick, "device": device, "progress": progress}
+        options |= {"compare": compare, "effort": effort, "again": again}
+        with contextlib.ExitStack() as held:
+            if not isinstance(library, Library):
+                library = held.enter_context(Library.open(library, create=False, roles=("validator",)))
+            server = server or held.enter_context(ForkServer())
+            return prove(artifact_id, library=library, server=server, **options)
     record = library.resolve(artifact_id)
     chosen = device or default_device(record.kind)
     names = [record.id] if chosen == "cpu" else [record.id, physical(chosen)]
     with exclusive(library.home, *names):
         known = library.verdict(record.id)
-        if known is not None:
+        if known is not None and not again:
             return _known(record.id, known.passed, known.reason, known.report)
         quarantine.admit(library.home, chosen, server)
         container = library.load(record.id, allow_unvalidated=True).container.data
         found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
         if found.passed and chosen != "cpu":
-            found = _sanitized(found, sanitizer.checks(container, chosen))
+            found = followed_by(found, sanitizer.checks(container, chosen))
         if not found.passed and chosen != "cpu":
             quarantine.probe(library.home, chosen, server)  # before anybody is blamed
+        if found.passed:
+            job = profile.Job(chosen, quick, compare=compare, effort=effort)
+            found = followed_by(found, measured(container, job, server, progress, record.id))
         return _recorded(library, record.id, found)
 
 
-def _sanitized(found: Judgement, said: StageReport) -> Judgement:
-    """The judgement with what a sanitizer said, or why none did."""
+def measured(
+    container: bytes, job: profile.Job, server: ForkServer, progress: Progress | None, artifact_id: str
+) -> StageReport:
+    """The stage of measurement, with what peers are chosen by."""
+    said = profile.measure(container, job, server, (lambda e: progress(artifact_id, e)) if progress else None)
+    op_class, dtype = opclass.of_manifest(unpack(container).manifest)
+    own = {"op_class": op_class, "dtype": dtype}
+    return replace(said, metrics={**said.metrics, "profile": {**said.metrics.get("profile", {}), **own}})
+
+
+def followed_by(found: Judgement, said: StageReport) -> Judgement:
+    """The judgement with what a later stage said, or why it did not."""
     grown = replace(found, stages=(*found.stages, said), seconds=found.seconds + said.seconds)
     if said.outcome != "failed":
         return grown
@@ -141,7 +160,7 @@ def _recorded(library: Library, artifact_id: str, found: Judgement) -> Verdict:
         return Verdict(artifact_id, None, found.reason, found.stages, found.seconds, recorded=False)
     digest = cases.save(library.home / CASES, found.spill).stem if found.spill else ""
     stages = tuple(replace(s, case=digest) if s.outcome == "failed" else s for s in found.stages)
-    report = _report(artifact_id, found, stages)
+    report = _report(artifact_id, found, stages, _compile_seconds(library, artifact_id))
     card = str(found.context.get("card", ""))
     library.record_verdict(artifact_id, report.to_json(), passed=found.passed, reason=found.reason, card=card)
     return Verdict(artifact_id, found.passed, found.reason, stages, found.seconds, digest)
@@ -245,37 +264,45 @@ def _stage(event: Event) -> StageReport:
     )
 
 
-def _report(artifact_id: str, found: Judgement, stages: tuple[StageReport, ...]) -> UrabraskValidationReport:
-    profile: dict[str, Any] = {}
+def _compile_seconds(library: Library, artifact_id: str) -> float | str:
+    """As the compiler signed it."""
+    try:
+        told = json.loads(library.side_file(artifact_id, "provenance.json"))
+        return float(told["seconds"]["total"])
+    except (EsperError, ValueError, KeyError, TypeError):
+        return UNMEASURED
+
+
+def _report(
+    artifact_id: str, found: Judgement, stages: tuple[StageReport, ...], compile_seconds: float | str
+) -> UrabraskValidationReport:
+    values: dict[str, Any] = {"compile_seconds": compile_seconds}
     for stage in stages:
-        profile |= stage.metrics.get("profile", {})
+        values |= stage.metrics.get("profile", {})
         used = stage.metrics.get("tolerance_used")
         if used is not None:
-            profile["tolerance_used"] = max(used, profile.get("tolerance_used", 0.0))
+            values["tolerance_used"] = max(used, values.get("tolerance_used", 0.0))
         if "drift" in stage.metrics:
-            profile.setdefault("precision_drift_vs_fp64", stage.metrics["drift"])
-    gains = {
-        phase: round(100 * (1 - profile[ours] / profile[eager]), 2)
-        for phase, ours, eager in (
-            ("forward", "forward_ms_median", "eager_forward_ms_median"),
-            ("backward", "backward_ms_median", "eager_backward_ms_median"),
-        )
-        if isinstance(profile.get(ours), float) and isinstance(profile.get(eager), float)
-    }
+            values.setdefault("precision_drift_vs_fp64", stage.metrics["drift"])
     report = UrabraskValidationReport(
         artifact_id,
         bool(found.passed),
         found.reason,
         stages,
-        WEP.of(profile),
+        WEP.of(values),
         {**found.context, "machine": platform.machine(), "system": platform.platform()},
         time.time(),
         round(found.seconds, 3),
-        {s.name: dict(s.metrics) for s in stages},
-        baseline_comparison=gains or {"eager": UNMEASURED},
+        {s.name: _brief(s.metrics) for s in stages},
+        baseline_comparison=profile.gains(values),
         policy=POLICY,
     )
     return replace(report, generated_tags=tags.of(report.to_json())) if found.passed else report
+
+
+def _brief(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what stands elsewhere in the report: the profile, and the distributions of the works."""
+    return {k: v for k, v in metrics.items() if k not in ("profile", "works")}
 
 
 def replay(
@@ -307,16 +334,10 @@ def replay(
 
 
 def annotate(artifact_id: str, library: Library) -> dict[str, Any]:
-    """Sign tags over a VALIDATED artifact from its verdict; what was signed, as it was where nothing is new.
-    E0721, E0724."""
-    record = library.resolve(artifact_id)
-    verdict = library.verdict(record.id)
-    said = tags.annotation(verdict.report) if verdict is not None else {}
-    known = library.annotation(record.id)
-    if not said or any(known.get(name) != value for name, value in said.items()):
-        said = {**known, **said}
-        library.annotate(record.id, said)
-    return said
+    """Sign tags, confidence and interest over one VALIDATED artifact; what was signed, as it was where
+    nothing is new. E0721, E0724, E0910."""
+    said, _ = annotating.annotate(library, [artifact_id])
+    return next(iter(said.values()))
 
 
 def dumps(document: Any) -> str:

@@ -1,8 +1,10 @@
-"""Rule-based tags: what a report says about an artifact in words, while there are too few peers to rank it.
+"""Tags: what a report says about an artifact in words.
 
-Each tag has one rule over numbers of the evaluation profile; where a number was not measured, its tags are
-not given. `share` is the share of the roofline, `ratio` eager's time over the artifact's. Conservative on
-purpose: a tag stands only where the number lies clearly on its side. Every annotation names its basis.
+With enough peers (artifacts of its class on the same hardware, `gauntlet.peers`) ranks among them decide the
+tags of speed, memory, power and stability; while there are too few, a rule over numbers of the evaluation
+profile does. Where a number was not measured, its tags are not given. In the rules `share` is the share of
+the roofline, `ratio` eager's time over the artifact's. Conservative on purpose: by rule a tag stands only
+where the number lies clearly on its side. The last tags name the basis of the others.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-BASIS = "basis:rule"
+from gauntlet.peers import Peers, Standing
+from gauntlet.peers import number as _number
+from gauntlet.peers import throttled as _throttled
+
+BASIS, PERCENTILE = "basis:rule", "basis:percentile"
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,6 @@ class Rule:
     tag: str
     text: str
     holds: Callable[[Mapping[str, Any]], bool]
-
-
-def _number(report: Mapping[str, Any], name: str) -> float | None:
-    value = report["wep"].get(name)
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _ratio(report: Mapping[str, Any]) -> float | None:
@@ -40,6 +41,8 @@ def _speed(low: float, high: float) -> Callable[[Mapping[str, Any]], bool]:
     """The share of the roofline, or without it the ratio to eager, lies in a range."""
 
     def holds(report: Mapping[str, Any]) -> bool:
+        if _throttled(report):
+            return False
         share, ratio = _number(report, "roofline_share"), _ratio(report)
         value = share if share is not None else ratio / RATIO_OF_SHARE if ratio is not None else None
         return value is not None and low <= value < high
@@ -75,6 +78,16 @@ def _faster(report: Mapping[str, Any]) -> bool:
     return ratio is not None and ratio >= 1.05
 
 
+def _faster_than_compile(report: Mapping[str, Any]) -> bool:
+    phase = "both" if _number(report, "both_ms_median") else "forward"
+    ours, theirs = _number(report, f"{phase}_ms_median"), _number(report, f"compile_{phase}_ms_median")
+    return bool(ours and theirs and theirs / ours >= 1.05)
+
+
+def _bound(by: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda report: report["wep"].get("bound_by") == by
+
+
 INF = float("inf")
 RULES = (
     Rule("high_speed", "share of the roofline >= 0.85, else ratio to eager >= 3.4", _speed(0.85, INF)),
@@ -86,16 +99,57 @@ RULES = (
     Rule("numerically_stable", "the worst error of all cases is at most half of its bound", _margin),
     Rule("deterministic", "the stage of determinism passed", _passed("determinism")),
     Rule("trainable", "the stage of gradients passed", _passed("gradients")),
+    Rule("memory_bound", "moving the bytes takes longer than the operations", _bound("memory")),
+    Rule("compute_bound", "the operations take longer than moving the bytes", _bound("compute")),
     Rule("faster_than_eager", "ratio to eager >= 1.05", _faster),
+    Rule("faster_than_compile", "torch.compile's time over the artifact's >= 1.05", _faster_than_compile),
 )
 
 
-def of(report: Mapping[str, Any]) -> tuple[str, ...]:
-    """The tags of a report (the JSON of a verdict), in the order of RULES, and what they rest on."""
-    found = [rule.tag for rule in RULES if rule.holds(report)]
-    return (*found, BASIS) if found else ()
+@dataclass(frozen=True)
+class Rank:
+    """A tag by its place among peers, from 20 on: `holds` sees how many are strictly better and worse."""
+
+    metric: str
+    tag: str
+    text: str
+    holds: Callable[[Standing], bool]
+    also: Callable[[Mapping[str, Any]], bool] = lambda report: True
 
 
-def annotation(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What is signed beside a VALIDATED verdict: nothing was seen in use yet."""
-    return {"generated_tags": list(of(report)), "conf_level": "Speculative"}
+RANKS = (
+    Rank("speed", "high_speed", "the fastest 20 %", lambda at: at.better < 0.2),
+    Rank("speed", "medium_speed", "from there to 70 %", lambda at: 0.2 <= at.better < 0.7),
+    Rank("speed", "low_speed", "the rest", lambda at: at.better >= 0.7),
+    Rank("memory", "low_memory", "the lowest 25 %", lambda at: at.better < 0.25),
+    Rank("memory", "medium_memory", "between", lambda at: min(at.better, at.worse) >= 0.25),
+    Rank("memory", "high_memory", "the highest 25 %", lambda at: at.worse < 0.25 <= at.better),
+    Rank("power", "low_power", "the lowest 25 %", lambda at: at.better < 0.25),
+    Rank("power", "high_power", "the highest 25 %", lambda at: at.worse < 0.25 <= at.better),
+    Rank("drift", "numerically_stable", "the better half, and the worst error at most half of its bound",
+         lambda at: at.better < 0.5, _margin),
+)  # fmt: skip
+ORDER = tuple(dict.fromkeys([*(r.tag for r in RULES), *(r.tag for r in RANKS)]))
+
+
+def of(report: Mapping[str, Any], peers: Peers | None = None) -> tuple[str, ...]:
+    """The tags of a report (the JSON of a verdict), in one order, and what they rest on. `peers`: None while
+    nobody knows any."""
+    found, ranked, ruled = set[str](), set[str](), False
+    for rank in RANKS:
+        standing = peers.standing(report, rank.metric) if peers else None
+        if standing is not None:
+            ranked.add(rank.tag)
+            found |= {rank.tag} if rank.holds(standing) and rank.also(report) else set()
+    for rule in RULES:
+        if rule.tag not in ranked and rule.holds(report):
+            found.add(rule.tag)
+            ruled = ruled or rule.tag in RELATIVE
+    if not found:
+        return ()
+    basis = [PERCENTILE] * bool(ranked) + [BASIS] * (ruled or not ranked)
+    return (*(tag for tag in ORDER if tag in found), *basis)
+
+
+RELATIVE = frozenset(rank.tag for rank in RANKS)
+"""Tags that compare with peers; the others state what is so."""

@@ -10,6 +10,7 @@ from typing import Any
 from forge.service import compile_file
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
+from gauntlet.sampling import BRIEF
 from library.store import Library
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
@@ -40,7 +41,7 @@ def stock(
     with ForkServer() as server:
         for name in names:
             (made,) = compile_file(EXAMPLES / f"{name}.json", targets=("cpu",), library=library)
-            verdict = prove(made.artifact_id, library=library, server=server, quick=True)
+            verdict = prove(made.artifact_id, library=library, server=server, quick=True, effort=BRIEF)
             if not verdict.passed:
                 raise RuntimeError(f"{name}: {verdict.state} {verdict.reason}")
             signed = library.verdict(made.artifact_id)

@@ -27,6 +27,7 @@ from bench.results import ROOT, figure
 from forge.service import compile_file
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import prove
+from gauntlet.sampling import BRIEF
 from library.store import Library
 from runtime import loader
 from runtime.seeds.commands import KasminaControlCommand
@@ -285,7 +286,7 @@ def traps(library: Library, folder: Path) -> dict[str, str]:
             path = folder / f"{name}.json"
             path.write_text(json.dumps(still(name, trainable)), encoding="utf-8")
             (made,) = compile_file(path, targets=("cpu",), library=library)
-            verdict = prove(made.artifact_id, library=library, server=server, quick=True)
+            verdict = prove(made.artifact_id, library=library, server=server, quick=True, effort=BRIEF)
             if not verdict.passed:
                 raise RuntimeError(f"{name}: {verdict.reason}")
             found[name] = made.artifact_id

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gauntlet import quarantine
+from gauntlet import profile, quarantine
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
 from library.manifest import pack, unpack
@@ -62,8 +62,11 @@ def _far_outside(step: dict[str, Any]) -> None:
 def test_a_clean_artifact_passes(artifact: bytes, server: ForkServer) -> None:
     found = judge(artifact, "cuda:0", server, quick=True)
     assert found.passed, found.reason
-    profile = next(s.metrics["profile"] for s in found.stages if s.name == "timing")
-    assert profile["forward_ms_median"] > 0 and profile["memory_mb_peak"] > 0
+    said = profile.measure(artifact, profile.Job("cuda:0", quick=True), server)
+    assert said.outcome == "passed", said.reason
+    wep = said.metrics["profile"]
+    assert wep["memory_mb_peak"] > 0 and wep["host_us_per_call"] > 0 and wep["processes"] == 5
+    assert said.metrics["card"]["nvml"] and said.metrics["nvbench"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from gauntlet import quarantine, runner
 from gauntlet.exclusive import exclusive
 from gauntlet.isolate import ForkServer
+from gauntlet.sampling import BRIEF
 from library.store import Library
 from tests.faults import handmade, planted, toys
 from tests.gauntlet.conftest import put
@@ -144,5 +145,5 @@ def test_a_device_that_is_put_aside_judges_nothing(home: Path) -> None:
             raise AssertionError("judged on a device that is put aside")
     assert _states(home)[artifact] == "PENDING_BENCHMARKING" and path.exists()
     with ForkServer() as back:
-        assert runner.prove(artifact, library=home, server=back, quick=True).passed
+        assert runner.prove(artifact, library=home, server=back, quick=True, effort=BRIEF).passed
     assert not path.exists(), "it answers again, so it is taken back"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gauntlet import sanitizer
-from gauntlet.runner import Judgement, _sanitized
+from gauntlet.runner import Judgement, followed_by
 from library.manifest import unpack
 from tests.faults import handmade, toys
 
@@ -47,7 +47,7 @@ def test_a_finding_is_a_rejection(container: bytes, tmp_path: Path) -> None:
     end = f"[ $tool != racecheck ] || {{ printf '{race}'; exit 86; }}"
     found = sanitizer.checks(container, "cpu", _script(tmp_path, end))
     assert found.outcome == "failed" and found.reason.startswith("racecheck: Error: Race reported")
-    judged = _sanitized(Judgement(True, "", (), {}, 1.0), found)
+    judged = followed_by(Judgement(True, "", (), {}, 1.0), found)
     assert judged.passed is False and judged.reason.startswith("sanitizer: racecheck")
 
 
@@ -73,4 +73,4 @@ def test_where_it_is_absent_or_broken_nobody_is_blamed(
     path.chmod(0o755)
     broken = sanitizer.checks(container, "cpu", str(path))
     assert broken.outcome == "skipped" and "cannot attach" in broken.reason
-    assert _sanitized(Judgement(True, "", (), {}, 1.0), broken).passed
+    assert followed_by(Judgement(True, "", (), {}, 1.0), broken).passed

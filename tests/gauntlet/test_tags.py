@@ -13,6 +13,7 @@ from esper_ir.diagnostics import EsperError
 from gauntlet import runner, tags
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
+from gauntlet.sampling import BRIEF
 from library.store import Library
 from tests.faults import handmade, toys
 from tests.gauntlet.conftest import put
@@ -55,7 +56,7 @@ def test_what_eager_beats_is_not_called_faster() -> None:
 def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:
     good, bad = put(home, toys.affine()), put(home, handmade.edit(toys.affine(), WRONG_MASK))
     for artifact in (good, bad):
-        runner.prove(artifact, library=home, server=server, quick=True)
+        runner.prove(artifact, library=home, server=server, quick=True, effort=BRIEF)
     made = CliRunner().invoke(main, ["annotate", "--json", "--library", str(home)])
     said = json.loads(made.stdout)["annotations"]
     assert made.exit_code == 0 and list(said) == [good]

@@ -17,6 +17,7 @@ import torch
 import runtime
 from forge.service import compile_file
 from gauntlet.runner import prove
+from gauntlet.sampling import BRIEF
 from library.store import Library
 from tests.source import ROOT
 
@@ -40,7 +41,7 @@ class Shelf:
     def proven(self, example: str, target: str = "cpu") -> str:
         """The same after the gauntlet."""
         artifact_id = self.artifact(example, target)
-        verdict = prove(artifact_id, library=self.library, quick=True)
+        verdict = prove(artifact_id, library=self.library, quick=True, effort=BRIEF)
         assert verdict.passed, verdict.reason
         return artifact_id
 

@@ -1,0 +1,215 @@
+"""One of the fresh processes that measure an artifact: heats up, samples, and says what it saw.
+
+Nothing is judged here. What needs files or a compiler (torch.compile's code of the eager baseline) is made
+before the process gives both up, and no candidate code is loaded before that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from gauntlet import workload
+from gauntlet.clock import CANARY, CardClock, CpuClock
+from gauntlet.jobs import decode_job
+from gauntlet.judge import confine, hardware
+from gauntlet.nvbench import cold_medians
+from gauntlet.nvml import Card, Energy
+from gauntlet.report import UNMEASURED
+from gauntlet.sampling import Clock, Effort, sample
+from gauntlet.subject import Subject
+from gauntlet.workload import Leaves, Workload
+from library.manifest import unpack
+from runtime import confined, timing
+from runtime.sandbox import ROOT
+from runtime.timing import Work
+
+OF_SHAPES = ("both", "forward", "eager both", "eager forward")
+"""What is measured at sizes other than the largest."""
+LIMIT_S = 60.0
+"""A launch event's patience beyond the time that sampling may take."""
+ENERGY_CALLS = 50
+
+
+def run(arguments: int, result: int, spill: int) -> None:
+    """The worker. Its job: device, quick, seed, effort, compare (names of baselines), first (whether it
+    is the process that also reads what needs to be read once)."""
+
+    def emit(event: Mapping[str, Any]) -> None:
+        os.write(result, json.dumps(event).encode() + b"\n")
+
+    with open(arguments, "rb") as file:
+        job, _, container = decode_job(file.read())
+    subject = Subject(unpack(container), torch.device(job["device"]))
+    effort = Effort(**job["effort"])
+    dims = workload.sizes(subject, job["quick"])
+    card = Card(subject.device.index or 0) if subject.device.type == "cuda" else None
+    compiled = _compiled(subject, dims[-1], job, emit) if "torch.compile" in job["compare"] else {}
+    emit(
+        {"event": "context", **hardware(subject.device), "sandbox": _confined(subject.device, job["scratch"])}
+    )
+    emit({"event": "launch", "limit": 4 * len(dims) * (effort.seconds + effort.heat_s) + LIMIT_S})
+    with timing.quiet():
+        emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled)})
+    emit({"event": "landed"})
+    emit({"event": "done"})
+
+
+def _confined(device: torch.device, scratch: str) -> str:
+    """As the judge's workers; on a card `scratch` can be written, where cuda-bench puts its samples."""
+    if not scratch:
+        return confine(device)
+    readable = [*confined.SYSTEM, sys.prefix, sys.base_prefix, str(ROOT), *filter(None, sys.path)]
+    if not confined.landlock(readable, [scratch], True):
+        return "limits"
+    return "full" if confined.seccomp() else "landlock"
+
+
+def _measured(
+    subject: Subject, sizes: Sequence[Mapping[str, int]], job: Mapping[str, Any], effort: Effort,
+    card: Card | None, compiled: Mapping[int, Callable[..., Any]],
+) -> dict[str, Any]:  # fmt: skip
+    began = time.perf_counter_ns()
+    subject.program.ready("inference", subject.dims_tuple(sizes[-1]))
+    found: dict[str, Any] = {"load_us": (time.perf_counter_ns() - began) / 1000}
+    clock = _clock(subject, card)
+    shapes = {}
+    for dims in sizes[:-1]:
+        at = workload.workload(subject, dims, job["seed"], {})
+        few = {n: w for n, w in at.works.items() if n in OF_SHAPES}
+        brief = Effort(60, effort.width, effort.patience_s / 4, effort.seconds / 4, effort.heat_s / 4)
+        shapes[at.label] = sample(few, clock, brief, at.primary).to_json()
+    at = workload.workload(subject, sizes[-1], job["seed"], compiled)
+    shapes[at.label] = sample(at.works, clock, effort, at.primary).to_json()
+    found |= {"dims": at.dims, "label": at.label, "primary": at.primary, "shapes": shapes}
+    if job["first"]:
+        found["once"] = _once(subject, at, job, card)
+    return found
+
+
+def _clock(subject: Subject, card: Card | None) -> Clock:
+    dtype = canary_dtype(subject)
+    return CpuClock(dtype) if card is None else CardClock(subject.device, card, dtype)
+
+
+def canary_dtype(subject: Subject) -> torch.dtype:
+    """Of the first floating result, so that the canary's products are also the ceiling of the block's."""
+    kinds = (getattr(torch, t.dtype.value) for _, _, t in subject.results if t.dtype.is_floating)
+    return next(kinds, torch.float32)
+
+
+def _once(subject: Subject, at: Workload, job: Mapping[str, Any], card: Card | None) -> dict[str, Any]:
+    """What one process reads for all."""
+    work = at.works[at.primary][0]
+    found: dict[str, Any] = {
+        "bytes_moved": at.bytes_moved,
+        "flops": at.flops,
+        "canary_flops": 2 * CANARY[subject.device.type] ** 3,
+        "workspace_bytes": workload.workspace_bytes(subject, at.dims),
+        "memory_mb_peak": round(peak_bytes(work, subject.device) / 1e6, 6),
+        "elements": subject.elements(at.dims),
+        **workload.drift(subject, at.dims, job["seed"]),
+    }
+    if card is not None:
+        found |= _of_card(subject, at, card, job)
+    return found
+
+
+def _of_card(subject: Subject, at: Workload, card: Card, job: Mapping[str, Any]) -> dict[str, Any]:
+    work = at.works[at.primary][0]
+    hosts = timing.host_times({"call": work})
+    run, _ = timing.captured(work)
+
+    def calls() -> int:
+        for _ in range(ENERGY_CALLS):
+            run()
+        torch.cuda.synchronize(subject.device)
+        return ENERGY_CALLS
+
+    ours = {n: w[0] for n, w in at.works.items() if n in ("forward", "backward", "both")}
+    return {
+        "host_us_per_call": round(hosts["call"].median, 3),
+        "energy": asdict(Energy() if job["quick"] else card.energy(calls)),
+        "card": card.context(),
+        "nvbench": cold_medians(ours, subject.device, job["scratch"]),
+        "occupancy": occupancy(subject),
+    }
+
+
+def occupancy(subject: Subject) -> float | str:
+    """Share of a multiprocessor's warps that can be resident, of the kernel where it is least, from its
+    registers, warps and shared memory (CUDA programming guide, "Hardware multithreading")."""
+    card = torch.cuda.get_device_properties(subject.device)
+    warps = card.max_threads_per_multi_processor // 32
+    shares = []
+    for kernel in subject.launch.kernels:
+        by_registers = warps
+        if kernel.registers:
+            rounded = -(-kernel.registers // 8) * 8 * 32  # registers are given to warps in eights per thread
+            by_registers = card.regs_per_multiprocessor // rounded // kernel.warps * kernel.warps
+        shared = card.shared_memory_per_multiprocessor // kernel.shared if kernel.shared else warps
+        shares.append(min(warps, by_registers, shared * kernel.warps) / warps)
+    return round(min(shares), 4) if shares else UNMEASURED
+
+
+def _compiled(
+    subject: Subject,
+    dims: Mapping[str, int],
+    job: Mapping[str, Any],
+    emit: Callable[[Mapping[str, Any]], None],
+) -> dict[int, Callable[..., Any]]:
+    """torch.compile's code of the eager baseline per set of inputs, made and run once; {} where it fails."""
+    function = torch.compile(workload.eager(subject), dynamic=False)
+    try:
+        for turn in range(workload.SETS):
+            at = workload.recipe(dims, job["seed"] + turn)
+            leaves: Leaves = workload.leaves_of(subject, at)
+            for work in workload.baseline(subject, at, leaves, function).values():
+                work()
+    except Exception as error:  # whatever a compiler raises, the artifact is measured without it
+        emit(
+            {"event": "no baseline", "name": "torch.compile", "why": f"{type(error).__name__}: {error}"[:500]}
+        )
+        return {}
+    return dict.fromkeys(range(workload.SETS), function)
+
+
+def peak_bytes(work: Work, device: torch.device) -> int:
+    """Most bytes of torch's allocator that one call holds beyond its inputs: results, saved tensors,
+    workspace. What a library takes for itself behind the allocator's back is not in it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    seen: Any = torch.autograd.profiler.profile(profile_memory=True)
+    with seen:
+        work()
+    return _highest(_allocations(seen.kineto_results.experimental_event_tree()))
+
+
+def _allocations(events: Sequence[Any]) -> list[tuple[int, int]]:
+    """(time, bytes) of every allocation and release below these events."""
+    found = []
+    for event in events:
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        found += _allocations(event.children)
+    return found
+
+
+def _highest(changes: Sequence[tuple[int, int]]) -> int:
+    held = most = 0
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        held += size
+        most = max(most, held)
+    return most
