@@ -88,6 +88,9 @@ def _rows(data: bytes) -> list[tuple[str, int, int, int]]:
         if end < 0 or (kind != _NOBITS and offset + length > len(data)):
             raise Malformed("a section runs past the end")
         found.append((data[start:end].decode("utf-8", "replace"), kind, offset, length))
+    named = [row[0] for row in found if row[0].startswith((".text.", ".nv.info."))]
+    if len(set(named)) != len(named):
+        raise Malformed("two sections of one name: a driver may take the other")
     return found
 
 
@@ -99,6 +102,8 @@ def _parameters(info: bytes) -> tuple[Parameter, ...]:
         body = info[at + 4 : at + 4 + value] if form == _SIZED else b""
         if attribute == _KPARAM_INFO and len(body) == 12:
             _, ordinal, offset, packed = struct.unpack("<IHHI", body)
+            if ordinal in found:
+                raise Malformed(f"parameter {ordinal} is described twice")
             found[ordinal] = Parameter(offset, packed >> 18)
         elif attribute == _CBANK_PARAM_SIZE and form == _SHORT:
             total = value

@@ -41,6 +41,9 @@ _POLL = 0.05
 _STARVED = 20.0
 """A launch that got less than half of a processor is given this many times its limit before it is judged at
 all."""
+FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""How an operator or a service manager ends processes. No candidate gains by sending them to itself: the
+artifact stays without a verdict."""
 Event = Mapping[str, Any]
 
 
@@ -318,6 +321,8 @@ def _ended_early(code: int, launched: bool) -> tuple[str, str]:
         return MACHINE, f"the worker ended with {code} before any candidate code ran"
     if code == -signal.SIGKILL:
         return MEMORY, "the system killed it for memory"
+    if -code in FROM_OUTSIDE:
+        return MACHINE, f"the worker was ended by {signal.Signals(-code).name} from outside"
     if code in (-signal.SIGSEGV, -signal.SIGBUS):
         return ILLEGAL, f"{signal.Signals(-code).name} in candidate code"
     if code < 0:

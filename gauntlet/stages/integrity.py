@@ -6,15 +6,15 @@ Signatures and digests were verified by the library before the bytes came here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.types import TensorType
 from gauntlet import cubin, elf
+from gauntlet.extents import Range, outside
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe
 from gauntlet.subject import Subject
 from library.launch import ExternStep, Kernel, Plan, TensorSpec, evaluate
@@ -42,6 +42,9 @@ MATH = frozenset(
 OPENMP = ("GOMP_", "omp_get_", "__kmpc_", "_ZGV")
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BYTES = 1 << 40
+MAX_SHARED = 1 << 20
+"""More than any card has; what this card has is checked by its driver."""
+SM = re.compile(r"sm_(\d+)[af]?")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def _findings(subject: Subject) -> Iterator[str]:
             *_results(subject, plan),
             *_arguments(subject, plan),
             *_feeds(subject, plan),
-            *_corners(subject, plan),
+            *_extents(subject, plan),
             *_externs(plan),
         ):
             yield f"plan {at} ({plan.phase}): {wrong}"
@@ -145,8 +148,8 @@ def _kernels(subject: Subject) -> Iterator[str]:
 
 def _shared_object(subject: Subject, kernel: Kernel) -> Iterator[str]:
     code = elf.read(bytes(subject.blobs[kernel.blob]))
-    arch = str(subject.manifest["target"]["arch"]).partition("-")[0]
-    if arch in elf.MACHINES.values() and code.machine != arch:
+    arch = str(subject.manifest["target"]["arch"])
+    if code.machine != ("x86_64" if arch.startswith("x86-64-v") else arch):
         yield f"machine code for {code.machine}, the target is {arch}"
     if code.exports.get(kernel.entry) != FUNCTION:
         yield f"no function {kernel.entry!r} is exported"
@@ -172,7 +175,7 @@ def known(name: str) -> bool:
 def _cubin(subject: Subject, kernel: Kernel) -> Iterator[str]:
     code = cubin.read(bytes(subject.blobs[kernel.blob]))
     arch = str(subject.manifest["target"]["arch"])
-    if str(code.arch) not in arch:
+    if (found := SM.fullmatch(arch)) is None or int(found[1]) != code.arch:
         yield f"machine code for sm_{code.arch}, the target is {arch}"
     if code.state:
         yield f"it keeps {code.state} bytes in device variables between launches; kernels have no state"
@@ -187,6 +190,8 @@ def _cubin(subject: Subject, kernel: Kernel) -> Iterator[str]:
         yield f"the parameter table says {told}, the machine code {real}"
     if not 0 < kernel.warps <= 32:
         yield f"{kernel.warps} warps"
+    if not 0 <= kernel.shared <= MAX_SHARED:
+        yield f"{kernel.shared} bytes of shared memory"
 
 
 def _results(subject: Subject, plan: Plan) -> Iterator[str]:
@@ -237,21 +242,29 @@ def _feeds(subject: Subject, plan: Plan) -> Iterator[str]:
             yield f"buffer {buffer.name!r} is {buffer.dtype}{buffer.shape}, not {rows[buffer.index]}"
 
 
-def _corners(subject: Subject, plan: Plan) -> Iterator[str]:
-    """Grids and buffers stay sane at every corner of the plan's range of sizes."""
-    bounds = {b.dim: (b.low, b.high) for b in plan.bucket}
-    ends = [sorted({*bounds.get(d.name, (d.min, d.max))}) for d in subject.launch.interface.dims]
-    names = [d.name for d in subject.launch.interface.dims]
-    for values in product(*ends):
-        dims = dict(zip(names, values, strict=True))
-        for step in plan.steps:
-            grid = () if isinstance(step, ExternStep) else tuple(evaluate(s, dims) for s in step.grid)
-            if any(not 0 <= n <= most for n, most in zip(grid, MAX_GRID, strict=False)):
-                yield f"step {step.group!r} has the grid {grid} at {dims}"
-        for buffer in plan.buffers:
-            size = prod(evaluate(s, dims) for s in buffer.shape)
-            if not 0 <= size <= MAX_BYTES:
-                yield f"buffer {buffer.name!r} has {size} elements at {dims}"
+def _extents(subject: Subject, plan: Plan) -> Iterator[str]:
+    """Grids, buffers and size arguments stay sane over the whole of the plan's range of sizes."""
+    ranges = {d.name: Range(d.min, d.max, d.multiple_of) for d in subject.launch.interface.dims}
+    for bound in plan.bucket:
+        ranges[bound.dim] = Range(bound.low, bound.high, ranges[bound.dim].step)
+    kernels = {k.name: k for k in subject.launch.kernels}
+    for step in plan.steps:
+        if isinstance(step, ExternStep):
+            continue
+        for axis, (size, most) in enumerate(zip(step.grid, MAX_GRID, strict=True)):
+            if wrong := outside((size,), ranges, 0, most):
+                yield f"step {step.group!r} has the grid {wrong} on axis {axis}"
+        short = [
+            size for variant in step.variants
+            for size, param in zip(step.args, kernels[variant.kernel].params, strict=False)
+            if size.kind == "size" and param.kind == "i32"
+        ]  # fmt: skip
+        for argument in dict.fromkeys(short):
+            if wrong := outside((argument.value,), ranges, -(2**31), 2**31 - 1):
+                yield f"step {step.group!r} gives {wrong} to a parameter of 32 bits"
+    for buffer in plan.buffers:
+        if wrong := outside(buffer.shape, ranges, 0, MAX_BYTES):
+            yield f"buffer {buffer.name!r} has {wrong} elements"
 
 
 def _externs(plan: Plan) -> Iterator[str]:

@@ -7,9 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from esper_ir.diagnostics import EsperError
 from gauntlet import inputs
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.subject import Subject
 from library.launch import Plan, evaluate
+from runtime import system
+from runtime.loader import check_machine
 
 
 def _recipes(context: Context) -> Iterator[Recipe]:
@@ -18,6 +22,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 
 def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
+    _fits(subject)
     began = time.perf_counter()
     with context.launching():
         program = subject.program
@@ -39,6 +44,16 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         profile["spills"] = max((k.spills for k in kernels), default=0)
         profile["shared_memory_bytes"] = max((k.shared for k in kernels), default=0)
     return Passed({"profile": profile})
+
+
+def _fits(subject: Subject) -> None:
+    """E0903 where this machine cannot run code for the declared architecture: nothing is said about the
+    artifact then."""
+    machine = system.machine(subject.device.type, subject.device.index or 0)
+    try:
+        check_machine(subject.manifest, machine, refuse=False)
+    except EsperError as error:
+        raise EsperError("E0903", f"{error.message}; prove it on a machine that it is for") from error
 
 
 def _corners(context: Context) -> Iterator[tuple[str, dict[str, int]]]:

@@ -42,6 +42,9 @@ PROLOGUE = """
 ROWS = 16
 """Rows of one program in all of these kernels."""
 
+ARCH = "x86-64-v1" if platform.machine() == "x86_64" else platform.machine()
+"""What gcc compiles for when it is told nothing."""
+
 
 @dataclass(frozen=True)
 class Toy:
@@ -86,7 +89,7 @@ def build(toy: Toy) -> bytes:
     )
     manifest = LaunchManifest(interface(toy.blueprint), toy.plans, kernels)
     blueprint = text.parse(json.dumps(toy.blueprint))
-    target = {"name": "cpu", "kind": "cpu", "arch": platform.machine()}
+    target = {"name": "cpu", "kind": "cpu", "arch": ARCH}
     fields = {
         "format": "esper-artifact/1",
         "blueprint": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
@@ -47,6 +48,12 @@ def abort(arguments: int, result: int, spill: int) -> None:
 def leaves(arguments: int, result: int, spill: int) -> None:
     _say(result, event="launch", limit=5)
     os._exit(0)
+
+
+def told_to_stop(arguments: int, result: int, spill: int) -> None:
+    _say(result, event="launch", limit=5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
 
 
 def early(arguments: int, result: int, spill: int) -> None:

@@ -36,6 +36,7 @@ def test_a_good_worker_finishes(server: ForkServer) -> None:
         ("abort", isolate.CRASH),
         ("leaves", isolate.CRASH),
         ("early", isolate.MACHINE),
+        ("told_to_stop", isolate.MACHINE),
         ("floods_messages", isolate.MEMORY),
         ("talks_nonsense", isolate.FINISHED),
     ],
@@ -97,14 +98,13 @@ def test_the_server_is_started_again_after_it_died() -> None:
         first = server.pid
         assert first
         os.kill(first, signal.SIGKILL)
-        began = time.monotonic()
-        deadline = began + 5
+        deadline = time.monotonic() + 60
         while (
             server.run(STANDINS + "good", b"", Limits()).kind != isolate.FINISHED
             and time.monotonic() < deadline
         ):
             pass
-        assert server.pid != first and time.monotonic() - began < 10
+        assert server.pid != first and time.monotonic() < deadline
 
 
 def test_other_packages_are_not_run() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,11 +23,15 @@ from tests.faults import handmade, planted, toys
 from tests.gauntlet.conftest import put
 from tests.gauntlet.test_prove import WRONG_MASK
 
-BENCH = [sys.executable, "-m", "gauntlet.cli", "bench", "--pending", "--quick", "--json", "--library"]
+BENCH = [sys.executable, "-m", "gauntlet.cli", "bench", "--quick", "--json", "--library"]
+LONG = 900.0
+"""Seconds within which anything ends, however busy the machine is."""
 
 
-def _start(home: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([*BENCH, str(home)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _start(home: Path, *ids: str) -> subprocess.Popen[bytes]:
+    """Those artifacts, or all that are pending."""
+    command = [*BENCH, str(home), *(ids or ("--pending",))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _states(home: Path) -> dict[str, str]:
@@ -45,7 +51,7 @@ def _reasons(home: Path) -> dict[str, str]:
 
 
 def _until_one_more(home: Path, process: subprocess.Popen[bytes]) -> None:
-    before, deadline = _verdicts(home), time.monotonic() + 60
+    before, deadline = _verdicts(home), time.monotonic() + LONG
     while _verdicts(home) == before and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -56,14 +62,14 @@ def test_killed_twice_and_run_twice_at_once(home: Path) -> None:
         put(home, handmade.edit(toys.affine(), WRONG_MASK)),
         put(home, handmade.edit(toys.softmax(), ("c < cols; c++) sum +=", "c < cols - 1; c++) sum +="))),
     ]
-    for _ in range(2):
-        process = _start(home)
+    for some in ((good[0], bad[0]), (good[1], bad[0])):  # not all: something is left to do, whoever is quick
+        process = _start(home, *some)
         _until_one_more(home, process)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert "PENDING_BENCHMARKING" in _states(home).values(), "nothing was left to do: the test says nothing"
+    assert "PENDING_BENCHMARKING" in _states(home).values()
     both = [_start(home), _start(home)]
-    assert [p.wait(120) for p in both] != [0, 0]
+    assert [p.wait(LONG) for p in both] != [0, 0]
     expected = {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
     assert _states(home) == expected, _reasons(home)
     assert _verdicts(home) == len(good) + len(bad)
@@ -82,6 +88,7 @@ def _mixed() -> dict[str, tuple[handmade.Toy, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_twenty_of_mixed_quality_killed_twice(home: Path) -> None:
     """Once between two artifacts, once in the middle of one; nothing is lost, nothing judged twice."""
     wanted = {put(home, toy): state for toy, state in _mixed().values()}
@@ -96,7 +103,7 @@ def test_twenty_of_mixed_quality_killed_twice(home: Path) -> None:
         process.wait()
     before = _verdicts(home)
     assert 6 <= before < 20
-    assert _start(home).wait(600) == 1
+    assert _start(home).wait(LONG) == 1
     assert _states(home) == wanted, _reasons(home)
     assert _verdicts(home) == 20
     with Library.open(home, readonly=True) as library:
@@ -105,6 +112,51 @@ def test_twenty_of_mixed_quality_killed_twice(home: Path) -> None:
             assert verdict is not None and verdict.passed is (state == "VALIDATED")
             failed = [s for s in verdict.report["stages"] if s["outcome"] == "failed"]
             assert len(failed) == (state == "REJECTED")
+
+
+def _below(pid: int) -> list[int]:
+    """Processes that a process started, and theirs, in that order: the fork server, nannies, workers."""
+    parents: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace")
+            parents.setdefault(int(told.rpartition(")")[2].split()[1]), []).append(int(name))
+    found, open_ = [], [pid]
+    while open_:
+        found += (children := parents.get(open_.pop(0), []))
+        open_ += children
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_any_moment(home: Path) -> None:
+    """The supervisor, the fork server, a nanny or a worker, at a moment drawn at random; then the rest. What
+    was judged stays judged, and right; what was not is still pending; nobody else's death is blamed on an
+    artifact."""
+    good = [put(home, make()) for make in (toys.affine, toys.norm, toys.dense)]
+    bad = [put(home, handmade.edit(toys.affine(), WRONG_MASK))]
+    wanted = {**dict.fromkeys(good, "VALIDATED"), **dict.fromkeys(bad, "REJECTED")}
+    rng, cut = random.Random(6), 0
+    for turn in range(12):
+        process = _start(home)
+        time.sleep(rng.uniform(0.3, 4.0))
+        others = _below(process.pid)
+        victim = process.pid if turn % 3 == 0 or not others else rng.choice(others)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        time.sleep(rng.uniform(0.0, 0.5))
+        cut += process.poll() is None or victim == process.pid
+        process.kill()
+        process.wait()
+        now = _states(home)
+        assert all(state in ("PENDING_BENCHMARKING", wanted[name]) for name, state in now.items()), (
+            now, _reasons(home),
+        )  # fmt: skip
+    assert cut, "every run was done before it was cut: the test says nothing"
+    _start(home).wait(LONG)
+    assert _states(home) == wanted, _reasons(home)
+    assert _verdicts(home) == len(wanted)
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
