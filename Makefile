@@ -15,7 +15,7 @@ install: $(STAMP)  ## make .venv with the pinned versions (again only when the d
 # torch comes through the constraint as ==2.13.0, so a CPU build that is already at hand satisfies it.
 $(STAMP): $(DEPS)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[forge,demo,test]'
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[forge,demo,risk,test]'
 	$(PY) -m runtime build --if-possible
 	touch $@
 

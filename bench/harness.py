@@ -23,7 +23,7 @@ from typing import Any
 import click
 import torch
 
-from bench import bits, faults, figures, growth, host, load, peers, results, whole
+from bench import bits, faults, figures, growth, host, load, peers, results, risk, whole
 from bench.blocks import SIZES, Block, Sizes, available
 from bench.crew import MIN_S, Crew, Job, Means, end_well, say
 from bench.measure import QUICK, Effort, ceilings
@@ -36,7 +36,8 @@ from gauntlet.sampling import BRIEF
 from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
-ASKED = ("runtime", "models", "faults", "growth")  # only when named: host and load are part of the first
+# Only when named: host and load are part of the first.
+ASKED = ("runtime", "models", "faults", "growth", "risk")
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
 LIMIT_S = 170.0
 MODES = ("plain", "graphed", "stack16")
@@ -326,7 +327,9 @@ def main(
         failed += faults.alone(library, out, quick)
     if "growth" in asked:  # has hosts and seeds of its own
         failed += growth.alone(only, out)
-    asked = tuple(bench for bench in asked if bench not in ("faults", "growth"))
+    if "risk" in asked:  # trains with what `faults` judges
+        failed += risk.alone(out)
+    asked = tuple(bench for bench in asked if bench not in ("faults", "growth", "risk"))
     if not asked:
         sys.exit(failed)
     with opened(library, only, options["models"] if "models" in asked else "") as (store, compiled):

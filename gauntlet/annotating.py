@@ -1,8 +1,9 @@
-"""Signs tags, confidence and interest over validated artifacts, from all that the library knows of their
-peers.
+"""Signs tags, risk, confidence and interest over validated artifacts, from all that the library knows of
+their peers.
 
-Nothing is overwritten: an annotation is a new version, an entry of the ledger, and the older ones stay. What
-has not changed is not signed again. The distributions behind the tags are written beside, in `peers.json`.
+Nothing is overwritten: an annotation is a new version, an entry of the ledger, and the older ones stay.
+What has not changed is not signed again. The distributions behind the tags are written beside, in
+`peers.json`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gauntlet.confidence import Evidence
 from gauntlet.interest import interest
 from gauntlet.peers import Peers, Report, cohort
 from gauntlet.report import UrabraskValidationReport
+from gauntlet.risk.score import Scorer
 from library.records import VALIDATED
 from library.store import Library
 
@@ -57,8 +59,8 @@ def read(library: Library) -> Known:
 
 def annotate(library: Library, ids: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], Known]:
     """What is now signed over each artifact (without ids: all validated ones). E0721, E0724; E0910 for an
-    artifact that was asked for and whose report is damaged."""
-    known = read(library)
+    artifact that was asked for and whose report is damaged; E0952, E0956 for a damaged model of risk."""
+    known, scorer = read(library), Scorer(library)
     peers = Peers(known.reports.values())
     asked = [library.resolve(name).id for name in ids]
     for name in asked:
@@ -66,7 +68,9 @@ def annotate(library: Library, ids: Iterable[str] = ()) -> tuple[dict[str, dict[
             raise known.problems[name]
     said = {}
     for name in asked or known.reports:
-        said[name] = _signed(library, name, _said(known, peers, name) if name in known.reports else {})
+        good = name in known.reports
+        found = {**_said(known, peers, name), **scorer.of(name).annotation()} if good else {}
+        said[name] = _signed(library, name, found)
     write_peers(library.home, peers)
     return said, known
 
@@ -83,8 +87,7 @@ def _said(known: Known, peers: Peers, name: str) -> dict[str, Any]:
 
 
 def _signed(library: Library, name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """With what an earlier annotation said and this one does not (a risk score stays until it is scored
-    again)."""
+    """With what an earlier annotation said and this one does not."""
     known = library.annotation(name)
     merged = {**known, **said}
     if not said or merged != known:

@@ -2,58 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EsperError
+from esper_ir.diagnostics import EXIT_FAILURE, EXIT_OK, EsperError
+from gauntlet.cli_base import device_option, emit, json_option, library_option, named
+from gauntlet.risk.cli import risk
 
-SCHEMA = "esper-gauntlet/1"
 MARKS = {
     "VALIDATED": ("green", "VALIDATED"),
     "REJECTED": ("red", "REJECTED"),
     "PENDING_BENCHMARKING": ("yellow", "PENDING"),
 }
 
-library_option = click.option(
-    "--library", metavar="DIR", help="Library to use (default: ESPER_LIBRARY, else the user's)."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
-device_option = click.option(
-    "--device", metavar="NAME", help="cpu or cuda:N (default: what the artifact is for)."
-)
-
-
-def _emit(document: dict[str, Any]) -> None:
-    click.echo(json.dumps({"schema": SCHEMA, **document}, indent=2, sort_keys=True))
-
-
-@contextlib.contextmanager
-def _named(as_json: bool) -> Iterator[None]:
-    """Refusals become a line on standard error (or a document), and the exit code of their code."""
-    try:
-        yield
-    except EsperError as error:
-        if as_json:
-            _emit({"error": error.to_json()})
-        else:
-            click.echo(error.render(), err=True)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        click.echo("interrupted; nothing was recorded for the artifact being judged", err=True)
-        raise SystemExit(EXIT_INTERRUPTED) from None
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="esper-forge")
 def main() -> None:
     """Prove, measure and explain compiled kernels."""
+
+
+main.add_command(risk)
 
 
 @main.command()
@@ -74,7 +46,7 @@ def bench(
     from library.store import Library
 
     with (
-        _named(as_json),
+        named(as_json),
         Library.open(library, create=False, roles=("validator",)) as opened,
         ForkServer() as server,
     ):
@@ -99,7 +71,7 @@ def bench(
             bar.verdict(found)
         if as_json:
             failed = {"errors": [e.to_json() for e in errors]} if errors else {}
-            _emit({"verdicts": [v.to_json() for v in verdicts], **failed})
+            emit({"verdicts": [v.to_json() for v in verdicts], **failed})
         elif not chosen:
             click.echo("nothing is pending", err=True)
     raise SystemExit(_exit_code(verdicts, errors))
@@ -159,11 +131,11 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
     """The verdict on an artifact: every stage, its reason and its numbers."""
     from library.store import Library
 
-    with _named(as_json), Library.open(library, create=False, readonly=True) as opened:
+    with named(as_json), Library.open(library, create=False, readonly=True) as opened:
         record = opened.resolve(artifact)
         verdict = opened.verdict(record.id)
         if as_json:
-            _emit(
+            emit(
                 {
                     "artifact_id": record.id,
                     "state": record.state,
@@ -198,11 +170,11 @@ def annotate(ids: tuple[str, ...], library: str | None, as_json: bool) -> None:
     from gauntlet.runner import annotate as run
     from library.store import Library
 
-    with _named(as_json), Library.open(library, create=False, roles=("validator",)) as opened:
+    with named(as_json), Library.open(library, create=False, roles=("validator",)) as opened:
         chosen = ids or [r.id for r in opened.artifacts(state="VALIDATED")]
         said = {opened.resolve(name).id: run(name, opened) for name in chosen}
     if as_json:
-        _emit({"annotations": said})
+        emit({"annotations": said})
         return
     for artifact_id, found in said.items():
         click.echo(f"{artifact_id}  {' '.join(found['generated_tags'])}")
@@ -220,11 +192,11 @@ def tags(rules: bool, library: str | None, as_json: bool) -> None:
     if rules:
         found: dict[str, Any] = {rule.tag: rule.text for rule in RULES}
     else:
-        with _named(as_json), Library.open(library, create=False, readonly=True) as opened:
+        with named(as_json), Library.open(library, create=False, readonly=True) as opened:
             known = [r.id for r in opened.artifacts(state="VALIDATED")]
             found = {a: " ".join(opened.annotation(a).get("generated_tags", ())) or "-" for a in known}
     if as_json:
-        _emit({"rules" if rules else "tags": found})
+        emit({"rules" if rules else "tags": found})
         return
     for name, text in found.items():
         click.echo(f"{name:20} {text}")
@@ -239,10 +211,10 @@ def replay(case: str, device: str | None, library: str | None, as_json: bool) ->
     """Run one stored case of a rejected artifact again, alone. Exit 1 when it still fails."""
     from gauntlet.runner import replay as run
 
-    with _named(as_json):
+    with named(as_json):
         found = run(case, library=library, device=device)
     if as_json:
-        _emit({"passed": found.passed, "reason": found.reason, "stages": [vars(s) for s in found.stages]})
+        emit({"passed": found.passed, "reason": found.reason, "stages": [vars(s) for s in found.stages]})
     else:
         click.echo("it passes now" if found.passed else f"it still fails: {found.reason}")
     raise SystemExit(EXIT_OK if found.passed else EXIT_FAILURE)
