@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import risk as bench
 from gauntlet.isolate import CRASH, MACHINE, Ending, ForkServer, Limits
 from gauntlet.jobs import encode_job
 from gauntlet.risk import outcomes, simulate
@@ -93,3 +94,16 @@ def test_a_collection_goes_on_where_it_was_stopped(server: ForkServer, tmp_path:
     assert {o.family for o in used} == {"softmax"} and {o.op_class for o in used} == {"reduction"}
     assert all(o.basis == outcomes.SIMULATED and o.features["numerics_cases"] >= 1 for o in used)
     assert json.loads(first.splitlines()[0])["planted"] == "out-of-bounds store"
+
+
+@pytest.mark.slow
+def test_outcomes_of_what_the_forge_makes(tmp_path: Path) -> None:
+    """As the bench does, with three blocks: sound artifacts do not fail, some faulty ones do."""
+    names = ("affine_relu_40_f32", "softmax_40_f32", "dense_relu_40_f32")
+    found = bench.collected(tmp_path, 60, 10_000, 5, 600.0, names)
+    ended = outcomes.trainings(found)
+    assert len(ended) >= 60 and not [o.reason for o in ended if o.failed and not o.planted]
+    assert any(o.failed for o in ended) and any(o.outcome == outcomes.REFUSED for o in found)
+    made = bench.document(found, ["few"])
+    assert made["rows"] == [] and made["figures"]["risk_outcomes"]["value"] == len(ended)
+    assert sum(row["refused"] for row in made["classes"]) == len(found) - len(ended)
