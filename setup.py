@@ -1,21 +1,23 @@
-"""Builds the optional native dispatcher. Everything else is declared in pyproject.toml."""
+"""Builds the optional native parts: the dispatcher, the sums of telemetry. All else is in pyproject.toml."""
 
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCE = "runtime/_native.c"
 LIMITED_API = "0x030B0000"  # one binary for CPython 3.11 and newer
+SOURCES = {"_native": ["runtime/_segment.h"], "_health": []}  # runtime/NAME.c, and what else it includes
 
 
 def extensions() -> list[Extension]:
-    """The dispatcher, marked optional: without a C compiler the runtime takes its ctypes path."""
+    """Marked optional: without a C compiler the runtime goes by ctypes, and telemetry by torch."""
     if not Path(__file__).with_name("runtime").joinpath("_native.c").exists():
         return []
     macros: list[tuple[str, str | None]] = [("Py_LIMITED_API", LIMITED_API)]
-    module = Extension("runtime._native", [SOURCE], depends=["runtime/_segment.h"], define_macros=macros,
-                       py_limited_api=True, optional=True)  # fmt: skip
-    return [module]
+    return [
+        Extension(f"runtime.{name}", [f"runtime/{name}.c"], depends=headers, define_macros=macros,
+                  py_limited_api=True, optional=True)
+        for name, headers in SOURCES.items()
+    ]  # fmt: skip
 
 
 setup(ext_modules=extensions(), options={"bdist_wheel": {"py_limited_api": "cp311"}} if extensions() else {})

@@ -27,7 +27,8 @@ LAYERS = 4
 ROWS = {64: 64, 512: 128, 1024: 128}
 TARGET = {64: 5.0}  # percent; wider layers
 WIDE = 1.0
-PAIRS, DRAWS = 15, 2000
+PAIRS = {64: 25, 512: 15, 1024: 7}  # of blocks; wide layers take long and scatter little
+DRAWS = 2000
 MEMORY = 5.0  # percent of the model
 
 Step = Callable[[], None]
@@ -76,12 +77,12 @@ def block(step: Step, device: torch.device) -> float:
     return time.thread_time() - began
 
 
-def percent(bare: Step, other: Step, device: torch.device) -> dict[str, float]:
+def percent(bare: Step, other: Step, device: torch.device, pairs: int) -> dict[str, float]:
     """By how much `other` is slower, with its 95 % interval; order turns round from pair to pair."""
     for step in (bare, other):
         block(step, device)
     ratios = []
-    for number in range(PAIRS):
+    for number in range(pairs):
         pair = {}
         for step in (bare, other) if number % 2 else (other, bare):
             pair[step] = block(step, device)
@@ -110,8 +111,8 @@ def measure(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
             steps = {
                 n: step_of(m, calls[n], x) for n, m in (("bare", bare), ("twin", twin), ("grown", grown))
             }
-            noise = percent(steps["bare"], steps["twin"], device)
-            cost = percent(steps["bare"], steps["grown"], device)
+            noise = percent(steps["bare"], steps["twin"], device, PAIRS[width])
+            cost = percent(steps["bare"], steps["grown"], device, PAIRS[width])
             say(f"dormant, width {width}, {mode}: {cost['value']:+.2f} % (noise {noise['value']:+.2f} %)")
             found[f"dormant_percent_{width}_{mode}"] = figure(
                 cost["value"],

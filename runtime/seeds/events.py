@@ -45,7 +45,7 @@ class LocalBus:
         for listener in tuple(self._listeners):
             try:
                 listener(event)
-            except Exception:
+            except Exception:  # a listener is anybody's code
                 log.exception("a listener of growth events failed and is not called again")
                 self._listeners = [one for one in self._listeners if one is not listener]
 

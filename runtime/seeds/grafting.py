@@ -83,7 +83,7 @@ class _Guard(torch.autograd.Function):
 
 def guarded(h: Tensor, told: list[Tensor]) -> Tensor:
     """h for a seed whose input is not detached. `told` gets the flag of `blend` before the backward."""
-    return _Guard.apply(h, told)  # type: ignore[no-any-return]
+    return _Guard.apply(h, told)
 
 
 def blend(h: Tensor, z: Tensor, alpha: Tensor, finite: Tensor, *, isolated: bool) -> Tensor:
@@ -91,7 +91,7 @@ def blend(h: Tensor, z: Tensor, alpha: Tensor, finite: Tensor, *, isolated: bool
     axis); `finite`: bool, no dimensions. The result has h's dtype."""
     if alpha.dim() == 1:
         alpha = alpha.reshape(-1, *[1] * (h.dim() - 1))
-    return _Blend.apply(h, z, alpha, finite, isolated)  # type: ignore[no-any-return]
+    return _Blend.apply(h, z, alpha, finite, isolated)
 
 
 # -- ramps

@@ -85,6 +85,7 @@ class Growth:
         self.scaler: Any = None
         self.observer: Observer | None = None
         self.every = 50
+        self._sampling = False
         self.moving: tuple[Slot, ...] = ()
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
         self._told: dict[str, dict[str, Number]] = {}
@@ -105,6 +106,7 @@ class Growth:
         made._model, made.library, made.run_dir = weakref.ref(model), self.library, None
         made.listeners, made._handles = [], []
         made.surgeon = made.scaler = made.observer = None
+        made._sampling = False
         made.journal, made.bans = Journal(), Bans()
         made.journal.lines = list(self.journal.lines)
         made.bans.load_state_dict(self.bans.state_dict())
@@ -163,7 +165,7 @@ class Growth:
         for listener in self.listeners:
             try:
                 listener(event)
-            except Exception:
+            except Exception:  # a listener is anybody's code
                 log.exception("a listener failed on %s", kind)
 
     def observe(self, observer: Observer | None, every: int = 50) -> None:
@@ -174,10 +176,9 @@ class Growth:
         self._sample(observer is not None)
 
     def _sample(self, on: bool) -> None:
+        self._sampling = on
         for site in self.sites.values():
-            if site.sampling != on:
-                site.sampling = on
-                site.refresh()
+            site.sample(on)
 
     # -- the optimizer
     # ---------------------------------------------------------------------------------------------------
@@ -205,15 +206,16 @@ class Growth:
     def tick(self) -> None:
         """After every optimizer step: count, let companions step, advance ramps, choose what the next step
         samples and whether it teaches. Integers of the host only."""
-        stepping.after(self)
+        if self.moving or self.surgeon is not None:
+            stepping.after(self)
         self.step += 1
         self.ticks += 1
         self._snapshot = None
         if traced.waiting():
             for site in self.sites.values():
                 traced.forget(site.key)
-        if self.observer is not None:
-            self._sample(self.step % self.every == 0)
+        if self.observer is not None and (self.step % self.every == 0) is not self._sampling:
+            self._sample(not self._sampling)
         if self.moving:
             teaching = self.step % self.limits.held_out_every != self.limits.held_out_every - 1
             for slot in self.moving:
@@ -235,6 +237,7 @@ class Growth:
         """Called when slots were written from outside a boundary (a checkpoint): how many are in which
         state."""
         self.tally, self._snapshot = tally, None
+        self._sampling = any(site.sampling for site in self.sites.values())
         self._told.clear()
         self.reselect()
 

@@ -172,7 +172,7 @@ class Site:
         self.teaching = True  # False on steps that only measure
         self.loss_scale: Callable[[], Tensor | None] = _no_scale
         self.active: tuple[Slot, ...] = ()
-        self.quiet = False
+        self.quiet = self.watched = self._busy = False
         self._copies = False
         self.refresh()
 
@@ -206,13 +206,20 @@ class Site:
         held = overrides.get()
         self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in wanted)
         touched = any(s.id in held for s in self.active)
-        self.quiet = not (self.active or len(self.chain) or self.sampling or touched or self.spec is None)
+        self._busy = bool(self.active or len(self.chain) or touched or self.spec is None)
+        self.sample(self.sampling)
+
+    def sample(self, on: bool) -> None:
+        """Whether the next forwards are observed."""
+        self.sampling = on
+        self.quiet = not (self._busy or on)
+        self.watched = on and not self._busy
         traced.enrol(self.key, self)
 
     def run(self, h: Tensor) -> Tensor:
         """The layer's result from the host's."""
         self._see(h)
-        if self.sampling and torch.is_grad_enabled() and not recomputing():  # not a validation
+        if self.sampling and torch.is_grad_enabled():  # not a validation
             self._observe(h)
         for graft in self.chain:
             h = graft(h)
@@ -226,19 +233,19 @@ class Site:
             self.state.move(h.device)
             self.refresh()
 
-    def _observe(self, h: Tensor) -> None:
+    def watch(self, h: Tensor) -> Callable[[Tensor], None] | None:
+        """Have h observed; what has its gradient observed."""
+        self._see(h)
         observer, columns = self.observer, self.state.device["health"]
-        if observer is None:
-            return
-        with torch.no_grad():
-            observer.activation(self, h.detach(), columns)
-        if h.requires_grad and torch.is_grad_enabled():
+        if observer is None or recomputing():
+            return None
+        observer.activation(self, h.detach(), columns)
+        return lambda g: observer.gradient(self, g.detach(), columns)
 
-            def gradient(g: Tensor) -> None:
-                with torch.no_grad():
-                    observer.gradient(self, g.detach(), columns)
-
-            h.register_hook(gradient)
+    def _observe(self, h: Tensor) -> None:
+        hear = self.watch(h)
+        if hear is not None and h.requires_grad:
+            h.register_hook(hear)
 
     # -- slots
     # ---------------------------------------------------------------------------------------------------

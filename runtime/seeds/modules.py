@@ -68,10 +68,12 @@ class Composed(nn.Module):
     """In front of a layer's own class when it has grafts and no slots."""
 
     _esper_original: type[nn.Module]
+    esper_grafts: nn.ModuleList
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().forward(*args, **kwargs)  # type: ignore[misc]
-        for graft in self._modules[GRAFTS]:  # type: ignore[union-attr]
+        below: Any = super()
+        found = below.forward(*args, **kwargs)
+        for graft in self.esper_grafts:
             found = _first(found, graft)
         return found
 

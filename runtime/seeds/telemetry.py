@@ -21,6 +21,7 @@ for the device. Per chunk and sampled step, over at most `ROWS` samples:
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ from torch import Tensor
 
 from runtime.seeds.state import HEALTH
 
+try:
+    _native: Any = importlib.import_module("runtime._health")  # the same sums in C, where built
+except ImportError:
+    _native = None
+
 ROWS = 512  # samples of a step that are looked at
 FEATURES = 128  # features of a chunk whose correlations are looked at
 DRAWN = 16  # random features phi
@@ -40,6 +46,7 @@ TINY = 1e-12
 _AT = {name: number for number, name in enumerate(HEALTH)}
 ACTIVATIONS = ("samples", "mean", "variance", "dead", "correlation", "entropy", "rank")
 _GRADIENTS = slice(_AT["grad_samples"], _AT["grad_norm_sq"] + 1)
+_PLACES = sum(_AT[name] << 8 * number for number, name in enumerate(ACTIVATIONS))  # as `_health.c` takes them
 
 
 def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
@@ -64,6 +71,7 @@ class _Branch:
     halves: Tensor  # [2, chunks, DRAWN, SEEN]
     scale: Tensor  # [1 + chunks]: sampled forwards, and the variance of each chunk, both summed
     waiting: Tensor | None = None
+    spare: Tensor | None = None  # memory of the last one
 
     def expect(self, unit: Tensor, variance: Tensor, *, restart: bool) -> None:
         """A run of chunks of standardised activations [samples, chunks, f]: its part of the projection."""
@@ -83,16 +91,20 @@ class _Branch:
 
     def meet(self, flat: Tensor) -> None:
         """The gradient [samples, features] of the forward that waits."""
-        if self.waiting is None:
-            return
-        phi, self.waiting = torch.relu(self.waiting), None
+        waiting, self.waiting = self.waiting, None
         picked = _picked(flat)
-        if picked.shape[0] != phi.shape[0]:  # of another forward
+        if waiting is None or picked.shape[0] != waiting.shape[0]:  # of another forward
             return
+        # The loss is a mean over all rows, a half is half of them.
+        share = 2.0 * flat.shape[0] / picked.shape[0]
+        if _fits(picked, self.halves):
+            _native.halves(*_shape_of(picked, self.chunks), waiting.data_ptr(), waiting.shape[1],
+                           self.outward.data_ptr(), self.outward.shape[1], share,
+                           self.halves.data_ptr())  # fmt: skip
+            self.spare = waiting
+            return
+        phi = torch.relu(waiting)
         phi = phi - phi.mean(0)
-        share = (
-            2.0 * flat.shape[0] / picked.shape[0]
-        )  # the loss is a mean over all rows, a half is half of them
         pairs = picked.shape[0] // 2
         halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
@@ -122,6 +134,9 @@ class HealthObserver:
         """`h`: the layer's result, before any seed. Adds to `columns`, fp32 [slots, len(HEALTH)]."""
         rows = _picked(rows_of(h))
         branch = self._branch(site, rows) if self.gains else None
+        if _fits(rows, columns):
+            _in_one_call(rows, columns, branch)
+            return
         for number, (first, end, low, high) in enumerate(parts(rows.shape[1], columns.shape[0])):
             z = rows[:, low:high].view(rows.shape[0], end - first, -1)
             mean = z.mean(0)
@@ -135,7 +150,11 @@ class HealthObserver:
     def gradient(self, site: Any, g: Tensor, columns: Tensor) -> None:
         """`g`: gradient of the loss at the layer's result, of h's shape."""
         flat = rows_of(g)
-        for first, end, low, high in parts(flat.shape[1], columns.shape[0]):
+        native = _fits(flat, columns)
+        if native:
+            _native.gradient(*_shape_of(flat, columns.shape[0]), columns.data_ptr(), columns.stride(0),
+                             _GRADIENTS.start)  # fmt: skip
+        for first, end, low, high in parts(flat.shape[1], columns.shape[0]) if not native else ():
             square = flat[:, low:high].square().view(flat.shape[0], end - first, -1).sum((0, 2))
             found = torch.stack((torch.ones_like(square), square.sqrt(), square), 1)
             columns[first:end, _GRADIENTS].add_(found)
@@ -214,13 +233,44 @@ class HealthObserver:
 
 def rows_of(tensor: Tensor) -> Tensor:
     """fp32 [samples, features] of a layer's result or its gradient; images have their channels first."""
+    if tensor.dim() == 2:
+        return tensor if tensor.dtype is torch.float32 else tensor.float()
     moved = tensor.movedim(1, -1) if tensor.dim() == 4 else tensor
     return moved.reshape(-1, moved.shape[-1]).float()
 
 
 def _picked(flat: Tensor) -> Tensor:
     """At most ROWS samples, evenly spaced."""
-    return flat[:: max(1, -(-flat.shape[0] // ROWS))]
+    return flat if flat.shape[0] <= ROWS else flat[:: -(-flat.shape[0] // ROWS)]
+
+
+def _fits(rows: Tensor, columns: Tensor) -> bool:
+    """Whether the sums in C can be asked."""
+    return (
+        _native is not None
+        and rows.is_cpu
+        and columns.is_cpu
+        and rows.shape[0] > 0
+        and (rows.shape[1] == 1 or rows.stride(1) == 1)
+    )
+
+
+def _shape_of(rows: Tensor, chunks: int) -> tuple[int, int, int, int, int]:
+    """Address, rows, stride, features and chunks of a matrix, as `_health.c` takes them."""
+    return rows.data_ptr(), rows.shape[0], rows.stride(0), rows.shape[1], chunks
+
+
+def _in_one_call(rows: Tensor, columns: Tensor, branch: _Branch | None) -> None:
+    """What `HealthObserver.activation` adds to `columns`, and the projection that waits for the gradient."""
+    inward = waiting = scale = drawn = 0
+    if branch is not None:
+        spare = branch.spare
+        same = spare is not None and spare.shape[0] == rows.shape[0]
+        held = branch.waiting = spare if spare is not None and same else torch.empty(rows.shape[0], DRAWN)
+        inward, waiting = branch.inward.data_ptr(), held.data_ptr()
+        scale, drawn = branch.scale.data_ptr(), DRAWN
+    _native.activation(*_shape_of(rows, columns.shape[0]), columns.data_ptr(), columns.stride(0), _PLACES,
+                       inward, drawn, waiting, scale)  # fmt: skip
 
 
 def _sums(unit: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

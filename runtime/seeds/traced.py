@@ -1,15 +1,22 @@
 """A wrapped layer under torch.compile: one opaque operator decides at run time what the layer's slots do.
 
-`esper::slots(h, key, grad)` stands in the graph for committed grafts, live seeds, incubation and telemetry
-of one layer, so a graph is compiled once and stays right while artifacts come and go. Where there is nothing
-to do it copies (an operator may not return its input). Otherwise it runs what eager mode runs, on a graph of
-its own, and `esper::slots_backward` goes through that; the second result of the forward is the ticket by
-which the backward finds it.
+`esper::slots_(h!, key, grad)` stands in the graph for committed grafts, live seeds, incubation and telemetry
+of one layer, so a graph is compiled once and stays right while artifacts come and go. It works in place:
+where there is nothing to do it does nothing, and the compiler copies only where somebody else still needs h.
+Otherwise it runs what eager mode runs, on a graph of its own, and `esper::slots_backward_` goes through that;
+the result of the forward is the ticket by which the backward finds it. (`esper::slots` is the same as a
+function with a gradient: what a traced forward calls, and what is taken apart into these two.)
+
+A call from compiled code into the dispatcher costs as much as a small layer. So inductor, whose compiled
+graphs are Python programs, is told to write a call of a Python function in its place, which looks into one
+set. Where it cannot be told (a C++ wrapper, another version) it calls the operator.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +27,24 @@ class Through(Protocol):
     """What the operator needs of a layer."""
 
     quiet: bool
+    watched: bool  # nothing but telemetry
 
     def run(self, h: Tensor) -> Tensor: ...
 
+    def watch(self, h: Tensor) -> Callable[[Tensor], None] | None: ...
+
 
 _layers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_waiting: dict[int, tuple[str, Tensor, Tensor]] = {}
-_NOTHING = torch.zeros((), dtype=torch.int64)
+_loud: set[str] = set()  # keys of layers that have something to do
+_waiting: dict[int, tuple[str, Callable[[Tensor], None]]] = {}  # by ticket: of which layer, and what g is for
+# uint64, which no kernel computes with: a compiled graph will not take its memory for a value of its own.
+_NOTHING = torch.zeros((), dtype=torch.uint64)
 _tickets = iter(range(1, 1 << 62))
 _define = torch.library.Library("esper", "FRAGMENT")
+_unsafe = (torch.Tag.cudagraph_unsafe,)  # a recorded graph would repeat what the slots did that day
 _define.define("slots(Tensor h, str key, bool grad) -> (Tensor, Tensor)")
-_define.define("slots_backward(Tensor g, Tensor ticket, str key) -> Tensor")
-_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_define.define("slots_(Tensor(a!) h, str key, bool grad) -> Tensor", tags=_unsafe)
+_define.define("slots_backward_(Tensor(a!) g, Tensor ticket, str key) -> ()", tags=_unsafe)
 _Key = torch._C.DispatchKey
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
 for _key in (_Key.AutogradCPU, _Key.AutogradCUDA, _Key.AutogradOther):
@@ -39,8 +52,12 @@ for _key in (_Key.AutogradCPU, _Key.AutogradCUDA, _Key.AutogradOther):
 
 
 def enrol(key: str, layer: Through) -> None:
-    """Make a layer known to the operator while it lives."""
+    """Make a layer known to the operator while it lives, and whether it has something to do."""
     _layers[key] = layer
+    if layer.quiet:
+        _loud.discard(key)
+    else:
+        _loud.add(key)
 
 
 def waiting() -> int:
@@ -50,7 +67,7 @@ def waiting() -> int:
 
 def forget(key: str) -> None:
     """Drop what forwards of a layer left for backwards that never came."""
-    for ticket in [t for t, (owner, _, _) in _waiting.items() if owner == key]:
+    for ticket in [t for t, (owner, _) in _waiting.items() if owner == key]:
         _waiting.pop(ticket, None)
 
 
@@ -66,46 +83,82 @@ def _with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-def _slots(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
+def _slots(h: Tensor, key: str, grad: bool) -> Tensor:
+    """In compiled graphs, instead of the operator: h is changed in place; the ticket."""
+    return _run(h, key, grad) if key in _loud else _NOTHING
+
+
+def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> None:
+    """In compiled graphs, instead of the operator: g is changed in place."""
+    if _waiting:
+        _go_back(g, ticket)
+
+
+def _run(h: Tensor, key: str, grad: bool) -> Tensor:
     layer = _layers.get(key)
     if layer is None or layer.quiet:
-        return h.clone(), _NOTHING.clone()
+        _loud.discard(key)
+        return _NOTHING
+    back = _watched(layer, h) if layer.watched and grad else _through(layer, h, grad)
+    if back is None:
+        return _NOTHING
+    ticket = next(_tickets)
+    _waiting[ticket] = (key, back)
+    return torch.scalar_tensor(ticket, dtype=torch.uint64)
+
+
+def _watched(layer: Any, h: Tensor) -> Callable[[Tensor], None] | None:
+    with torch.no_grad():
+        return layer.watch(h)
+
+
+def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | None:
+    """h becomes what the layer makes of it; what turns the gradient of that into the gradient of h."""
     with _with_autograd(), torch.set_grad_enabled(grad):
         # A compiled graph writes over its buffers when it has no more use for them: what the backward will
         # need of this layer's input and result has to lie in memory of its own.
         x = (h.detach().clone() if grad else h.detach()).requires_grad_(grad)
         y = layer.run(x)
-    ticket = next(_tickets) if grad else 0
-    if grad:
-        _waiting[ticket] = (key, x, y)
-    out = y.detach()
-    return (out.clone() if grad or y is x else out), torch.tensor(ticket)
+    if y is not x:
+        with torch.no_grad():
+            h.copy_(y.detach())
+
+    def back(g: Tensor) -> None:
+        with _with_autograd():
+            torch.autograd.backward(y, g)
+        if x.grad is not None and x.grad.data_ptr() != g.data_ptr():
+            with torch.no_grad():
+                g.copy_(x.grad)
+
+    return back if grad else None
 
 
-def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> Tensor:
-    found = _waiting.pop(int(ticket), None) if _waiting else None
-    if found is None:
-        return g.clone()
-    _, x, y = found
-    with _with_autograd():
-        torch.autograd.backward(y, g)
-    return g.clone() if x.grad is None or x.grad is g else x.grad
+def _go_back(g: Tensor, ticket: Tensor) -> None:
+    found = _waiting.pop(int(ticket), None)
+    if found is not None:
+        found[1](g)
 
 
-def _slots_fake(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(h), torch.empty((), dtype=torch.int64, device="cpu")
+def _operator(h: Tensor, key: str, grad: bool) -> Tensor:
+    ticket = _slots(h, key, grad)
+    return ticket.clone() if ticket is _NOTHING else ticket  # an operator's results are its caller's own
 
 
-def _slots_backward_fake(g: Tensor, ticket: Tensor, key: str) -> Tensor:
-    return torch.empty_like(g)
+def _ticket(h: Tensor, key: str, grad: bool) -> Tensor:
+    _tell_inductor()
+    return torch.empty((), dtype=torch.uint64, device="cpu")
+
+
+def _nothing(g: Tensor, ticket: Tensor, key: str) -> None:
+    _tell_inductor()
 
 
 class _Node(torch.autograd.Function):
     """`esper::slots` in the graph of the host."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
-        y, ticket = _below(keyset, h, key, grad)
+    def forward(ctx: Any, h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
+        y, ticket = _functional(h, key, grad)
         ctx.key = key
         ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(ticket)
@@ -114,26 +167,63 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         (ticket,) = ctx.saved_tensors
-        return None, torch.ops.esper.slots_backward.default(cotangents[0], ticket, ctx.key), None, None
+        g = cotangents[0].clone()
+        torch.ops.esper.slots_backward_(g, ticket, ctx.key)
+        return g, None, None
 
 
-def _below(keyset: Any, *values: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        op = torch.ops.esper.slots.default
-        return op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+def _functional(h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
+    """The copy is the compiler's to leave out."""
+    y = h.clone()
+    return y, torch.ops.esper.slots_(y, key, grad)
 
 
-def _slots_autograd(keyset: Any, h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
+def _differentiable(h: Tensor, key: str, grad: bool) -> Any:
     if torch.is_grad_enabled() and h.requires_grad:
-        return _Node.apply(keyset, h, key, grad)  # type: ignore[no-any-return]
-    if h.__class__ is Tensor and not _modes():
-        return _slots(h, key, grad)  # a compiled graph runs: one dispatch less
-    return _below(keyset, h, key, grad)
+        return _Node.apply(h, key, grad)
+    return _functional(h, key, grad)
 
 
-for _place in ("CPU", "CUDA"):
-    _define.impl("slots", _slots, _place)
-    _define.impl("slots_backward", _slots_backward, _place)
-torch.library.register_fake("esper::slots", _slots_fake, lib=_define)
-torch.library.register_fake("esper::slots_backward", _slots_backward_fake, lib=_define)
-_define.impl("slots", _slots_autograd, "Autograd", with_keyset=True)
+for _name, _kernel, _fake in (("slots_", _operator, _ticket), ("slots_backward_", _slots_backward, _nothing)):
+    for _place in ("CPU", "CUDA"):
+        _define.impl(_name, _kernel, _place)
+    torch.library.register_fake(f"esper::{_name}", _fake, lib=_define)
+    _define.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+_define.impl("slots", _functional, "CompositeExplicitAutograd")
+_define.impl("slots", _differentiable, "Autograd")
+
+
+# -- inductor
+# -------------------------------------------------------------------------------------------------------
+
+_SHORT = {"slots_": _slots, "slots_backward_": _slots_backward}
+_told: list[str] = []
+
+
+def _tell_inductor() -> None:
+    """Called while the operators are traced: by then whoever compiles is imported."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    register = getattr(lowering, "register_lowering", None)
+    if _told or register is None:
+        return
+    for name, function in _SHORT.items():
+        operator = getattr(torch.ops.esper, name).default
+        setattr(torch.ops.esper, f"python_{name}", function)
+        register(operator, type_promotion_kind=None)(_lowered(lowering, operator, f"python_{name}"))
+        _told.append(name)
+
+
+def _lowered(lowering: Any, operator: Any, short: str) -> Any:
+    """The usual lowering of an unknown operator, with another name in the program that is written."""
+    usual = lowering.fallback_handler(operator)
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        graph = lowering.V.graph
+        before = len(graph.operations)
+        made = usual(*args, **kwargs)
+        for node in graph.operations[before:] if not graph.cpp_wrapper else ():
+            if getattr(node, "op_overload", None) is operator:
+                node.python_kernel_name = f"torch.ops.esper.{short}"
+        return made
+
+    return lower

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch._dynamo.utils as dynamo
 from torch import Tensor, nn
 
 import runtime
+from runtime.seeds import traced
 from runtime.seeds.commands import KasminaControlCommand
 from runtime.seeds.growth import Growth
 from runtime.seeds.lifecycle import Lifecycle, Verb
+from runtime.seeds.state import HEALTH
+from runtime.seeds.telemetry import HealthObserver
 from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, batches, loss_of, net, some, validate
 
 STATES = ("DORMANT", "TRAINING", "GRAFTING", "STABILIZATION", "FINE_TUNING", "FOSSILIZED")
@@ -82,7 +86,17 @@ def life(growth: Growth, call: Any, optimizer: Any, ids: dict[str, str], at: int
     return seen
 
 
-def one_graph(ids: dict[str, str], layers: int, backend: str) -> None:
+@dataclass(frozen=True)
+class Lived:
+    """What one compiled host with many lives in it came to."""
+
+    states: set[Lifecycle]
+    grafts: int
+    graphs: tuple[int, int]  # after the first step, after all lives
+    breaks: int
+
+
+def lived(ids: dict[str, str], layers: int, backend: str) -> Lived:
     torch.manual_seed(0)
     model = runtime.wrap(Tall(layers), "layers.*", limits=LIMITS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -93,27 +107,32 @@ def one_graph(ids: dict[str, str], layers: int, backend: str) -> None:
     states: set[Lifecycle] = set()
     for at in range(layers):
         states |= life(growth, call, optimizer, ids, at)
-    assert states >= {Lifecycle.TRAINING, Lifecycle.GRAFTING, Lifecycle.FINE_TUNING, Lifecycle.DORMANT}
     grafts = sum(len(s.chain) for s in growth.sites.values())
-    assert grafts == (layers + 1) // 2
-    assert (first, graphs()) == (1, 1) and not dynamo.counters["graph_break"]
+    return Lived(states, grafts, (first, graphs()), len(dynamo.counters["graph_break"]))
+
+
+SEEN = {Lifecycle.TRAINING, Lifecycle.GRAFTING, Lifecycle.FINE_TUNING, Lifecycle.DORMANT}
 
 
 @pytest.mark.parametrize("layers", some([2, 4], [2]))
 def test_one_graph_through_whole_lives(ids: dict[str, str], layers: int) -> None:
-    one_graph(ids, layers, "aot_eager")
+    found = lived(ids, layers, "aot_eager")
+    assert found.states >= SEEN
+    assert (found.grafts, found.graphs, found.breaks) == ((layers + 1) // 2, (1, 1), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", range(1, 17))
 def test_one_graph_for_one_to_sixteen_slots(ids: dict[str, str], layers: int) -> None:
-    one_graph(ids, layers, "aot_eager")
+    found = lived(ids, layers, "aot_eager")
+    assert (found.grafts, found.graphs, found.breaks) == ((layers + 1) // 2, (1, 1), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 16])
 def test_one_graph_by_inductor(ids: dict[str, str], layers: int) -> None:
-    one_graph(ids, layers, "inductor")
+    found = lived(ids, layers, "inductor")
+    assert (found.grafts, found.graphs, found.breaks) == ((layers + 1) // 2, (1, 1), 0)
 
 
 @pytest.mark.parametrize("state", some(STATES, ["GRAFTING"]))
@@ -143,13 +162,49 @@ def test_the_same_as_eager_in_every_state(ids: dict[str, str], state: str) -> No
 
 @pytest.mark.slow
 def test_forwards_without_backwards_leave_nothing(ids: dict[str, str]) -> None:
-    from runtime.seeds import traced
-
     bed = Bed()
     bed.bring(ids["lora"], "GRAFTING")
     call = torch.compile(bed.model, backend="aot_eager")
     for batch in batches(3):
         loss_of(call, batch)
-    assert len(traced._waiting) >= 3
+    assert traced.waiting() >= 3
     bed.step()
-    assert not traced._waiting
+    assert not traced.waiting()
+
+
+def test_each_backward_finds_its_own_forward(ids: dict[str, str]) -> None:
+    """Two forwards wait; the first one's backward comes first."""
+    found = []
+    for compiled in (False, True):
+        bed = Bed(net(dropout=0.0))
+        bed.bring(ids["mlp"], "GRAFTING")
+        bed.step(2)
+        call = torch.compile(bed.model, backend="aot_eager", fullgraph=True) if compiled else bed.model
+        losses = [loss_of(call, batch) for batch in batches(2, seed=7)]
+        grads = []
+        for loss in losses:
+            bed.optimizer.zero_grad()
+            loss.backward()
+            grads += [p.grad.clone() for p in bed.model.parameters() if p.grad is not None]
+        found.append(grads)
+    assert len(found[0]) == len(found[1]) >= 8
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_telemetry_of_a_compiled_layer_is_that_of_an_eager_one() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = runtime.wrap(net(dropout=0.0), "body", limits=LIMITS)
+        growth = runtime.growth_of(model)
+        growth.observe(HealthObserver(), every=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        runtime.attach(model, optimizer)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for batch in batches(6, seed=3):
+            optimizer.zero_grad()
+            loss_of(call, batch).backward()
+            optimizer.step()
+        found.append(growth.sites["body"].state.device["health"].clone())
+    assert found[0][0, HEALTH.index("samples")] == found[0][0, HEALTH.index("grad_samples")] == 3
+    torch.testing.assert_close(found[0], found[1])

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
+import runtime
 from runtime.seeds.lifecycle import Lifecycle, Verb
 from tests.runtime.seeds.conftest import Ids
-from tests.runtime.seeds.garden import LIMITS, Bed, loss_of
+from tests.runtime.seeds.garden import LIMITS, Bed, batches, loss_of
+from tests.runtime.seeds.test_compiled import Tall
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +49,22 @@ def test_a_life_under_inductor_is_that_of_eager_mode(ids: Ids) -> None:
     torch.compiler.reset()
     compiled = life(ids, torch.compile)
     assert compiled == pytest.approx(life(ids, lambda model: model), rel=1e-3, abs=1e-4)
+
+
+def test_the_program_of_inductor_neither_copies_nor_dispatches_where_nothing_grows() -> None:
+    model = runtime.wrap(Tall(2), "layers.1", limits=LIMITS)
+    x = batches(1, rows=16)[0][0]
+    model(x)
+
+    def train() -> Tensor:
+        loss = torch.compile(model, fullgraph=True)(x).square().mean()
+        loss.backward()
+        return loss
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, programs = run_and_get_code(train)
+    whole = "\n".join(programs)
+    assert whole.count("torch.ops.esper.python_slots_(") == 1
+    assert whole.count("torch.ops.esper.python_slots_backward_(") == 1
+    assert "slots_.default(" not in whole and "slots_backward_.default(" not in whole
+    assert "clone" not in whole

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runtime.seeds import telemetry
 from runtime.seeds.facts import SlotFacts
 from runtime.seeds.health import health_of
 from runtime.seeds.lifecycle import Fault, Lifecycle
@@ -195,3 +196,24 @@ def test_nothing_is_read_back_on_a_sampled_step(monkeypatch: pytest.MonkeyPatch)
     h = torch.randn(64, 32)
     observer.activation(site, h, site.state.device["health"])
     observer.gradient(site, h, site.state.device["health"])
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 1), (37, 50, 4), (700, 24, 3), (33, 300, 2), (5, 6, 6)])
+def test_the_sums_in_c_are_those_of_torch(shape: tuple[int, int, int], monkeypatch: Any) -> None:
+    if telemetry._native is None:
+        pytest.skip("the C part is not built")
+    rows, features, chunks = shape
+    torch.manual_seed(0)
+    h, g = torch.randn(rows, features), 0.1 * torch.randn(rows, features)
+    h[:, 1] = 0.5
+    found = []
+    for native in (telemetry._native, None):
+        monkeypatch.setattr(telemetry, "_native", native)
+        site, observer = FakeSite("layer", chunks), HealthObserver()
+        for many in (rows, max(rows - 3, 1)):
+            observer.activation(site, h[:many], site.state.device["health"])
+            observer.gradient(site, g[:many], site.state.device["health"])
+        observer.close_epoch({"layer": site})
+        found.append((site.state.device["health"].clone(), observer._branches["layer"].halves))
+    assert found[0][0].abs().sum() > 1 and found[0][1].abs().sum() > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
