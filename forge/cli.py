@@ -140,19 +140,57 @@ def compile_(
 
 
 @main.command("tune")
-@click.argument("artifact_id")
+@click.argument("artifact_id", required=False)
+@click.option(
+    "--build-only", type=click.Path(path_type=Path), help="Write the candidates of ID to this file."
+)
+@click.option("--trials", default=300, show_default=True, help="How many candidates --build-only makes.")
+@click.option("--time-only", type=click.Path(path_type=Path), help="Time the candidates of this file here.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Where --time-only writes its times.")
+@click.option(
+    "--measured", type=click.Path(path_type=Path), help="Take the times of this file, then tune ID."
+)
 @BUDGET
 @LIBRARY
 @JSON
-def tune_(artifact_id: str, budget: str | None, library: Path | None, as_json: bool) -> None:
-    """Search on from the tiles of an artifact, on the machine that it runs on."""
+def tune_(
+    artifact_id: str | None,
+    build_only: Path | None,
+    trials: int,
+    time_only: Path | None,
+    output: Path | None,
+    measured: Path | None,
+    budget: str | None,
+    library: Path | None,
+    as_json: bool,
+) -> None:
+    """Search on from the tiles of an artifact, on the machine that it runs on; or build its candidates here
+    and time them there.
+    """
+    from forge import tuning
     from forge.service import as_json as row
-    from forge.service import tune_artifact
     from library.store import Library
 
     with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
+        if (artifact_id is None) is (time_only is None):
+            raise EsperError("E0528", "tune takes an artifact, or --time-only FILE", exit_code=EXIT_USAGE)
+        if time_only is not None or build_only is not None:
+            with _progress(as_json) as tell:
+                if time_only is not None:
+                    spent = _seconds(budget)
+                    found = tuning.time_candidates(store, time_only, output, budget_s=spent, progress=tell)
+                else:
+                    place = Path(str(build_only))
+                    found = tuning.build_candidates(
+                        store, str(artifact_id), place, trials=trials, progress=tell
+                    )
+            counts = "{candidates} candidates of {groups} groups, {failed} refused  {file}".format(**found)
+            click.echo(json.dumps(found, indent=1) if as_json else counts)
+            return
         with _progress(as_json) as tell:
-            made = tune_artifact(store, artifact_id, budget_s=_seconds(budget), progress=tell)
+            made = tuning.tune_artifact(
+                store, str(artifact_id), budget_s=_seconds(budget), measured=measured, progress=tell
+            )
         click.echo(f"{made.artifact_id}  {made.seconds['total']:.1f} s", err=as_json)
         for warning in dict.fromkeys(made.warnings):
             click.echo(warning.strip(), err=True)

@@ -164,24 +164,26 @@ def _merged(plans: list[PhaseLowering]) -> list[PhaseLowering]:
 
 
 def tune(work: Work) -> Work:
-    """Tiles measured on this machine in place of the priors; where the target is not here, those stay."""
+    """Tiles measured on this machine in place of the priors; where the target is not here, those that were
+    measured elsewhere and are kept in the library. Without any the priors stay.
+    """
     if work.tuning.replayed:
         return work
-    device = _device(work.target)
-    if device is None or not work.kernels.sites:
-        why = f"no {work.target.name} here" if device is None else "nothing to tune"
-        return replace(work, trials={"schema": "esper-tuning/1", "untimed": why})
+    device = device_of(work.target)
     effort = Effort(work.tuning.trials, work.tuning.seconds)
     found = search(
         work.kernels, work.target, device, toolchain_of(work.target), effort, work.tuning.store,
         work.tuning.progress,
     )  # fmt: skip
+    if not any(group["trials"] for group in found.report["groups"]):
+        why = "nothing to tune" if device is not None else f"no {work.target.name} here"
+        return replace(work, trials={"schema": "esper-tuning/1", "untimed": why})
     given = {**work.kernels.choices.given, **found.given}
     fresh = replace(work, kernels=Kernels(choices=Choices(given)), lowerings=(), trials=found.report)
     return plan(fresh) if found.given else replace(work, trials=found.report)
 
 
-def _device(target: Target) -> str | None:
+def device_of(target: Target) -> str | None:
     """Where code of the target runs in this process, if anywhere."""
     kind = "cpu" if target.kind == "cpu" else "cuda"
     if target.kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):

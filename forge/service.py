@@ -28,8 +28,7 @@ from forge.target import resolve
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal
 from forge.work import Tuning, Work
-from library.canon import canonical_json, parse_json
-from library.manifest import blueprint_text
+from library.canon import canonical_json
 from library.store import Library
 from runtime.sandbox import levels_here
 
@@ -162,25 +161,6 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
 def _untimed(work: Work) -> tuple[str, ...]:
     why = work.trials.get("untimed")
     return (f"untimed: {why}; `esper-forge tune` measures it where it is",) if why else ()
-
-
-def tune_artifact(
-    library: Library, artifact_id: str, *, budget_s: float | None = None,
-    progress: Callable[[str], None] = lambda step: None,
-) -> CompileResult:  # fmt: skip
-    """A stored artifact's blueprint and target again, from its own tiles on: the result is a new artifact, or
-    the same one where nothing beat them. `untimed` artifacts of a pipeline that measures become timed.
-    """
-    record = library.resolve(artifact_id)
-    manifest = library.load(record.id, allow_unvalidated=True).container.manifest
-    blueprint = text.parse(blueprint_text(manifest).encode(), source=record.id)
-    journal = parse_json(library.side_file(record.id, "journal.json"))
-    name = record.pipeline if record.pipeline in EFFORTS else "standard"
-    (result,) = compile_blueprint(
-        blueprint, pipelines=(name,), targets=(str(manifest["target"]["name"]),), library=library,
-        progress=progress, incumbents=journal, budget_s=budget_s,
-    )  # fmt: skip
-    return result
 
 
 def _plans(work: Work) -> str:

@@ -29,8 +29,8 @@ class Built:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How much to search, where measurements are kept, and who is told of the progress. `replayed`: every tile
-    is given by a journal, none is searched for.
+    """How much to search, where measurements are kept, who is told of the progress. `replayed`: every tile is
+    given by a journal, none is searched for.
     """
 
     trials: int = 300

@@ -112,11 +112,16 @@ def _expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val
 
 def _reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     q, k, v, *mask = inputs
+    return (_attended(q, k, v, mask[0] if mask else None, attrs),)
+
+
+def _attended(q: Any, k: Any, v: Any, mask: Any, attrs: Attrs) -> Any:
+    if not q.numel():  # torch 2.11 divides by the number of heads on the CPU, which ends the process
+        return q.new_zeros((*q.shape[:-1], v.shape[-1])) + (q.sum() + k.sum() + v.sum())
     many = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    out = functional.scaled_dot_product_attention(
-        q, k, v, mask[0] if mask else None, is_causal=attrs["is_causal"], scale=attrs["scale"], **many
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=attrs["is_causal"], scale=attrs["scale"], **many
     )
-    return (out,)
 
 
 # The primitive: also the logarithm of the sum of exponentials, which the gradient needs.
@@ -140,7 +145,7 @@ def _scores(q: Any, k: Any, attrs: Attrs) -> Any:
 
 def _reference_primitive(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     q, k, v = inputs
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=attrs["is_causal"], scale=attrs["scale"])
+    out = _attended(q, k, v, None, attrs)
     return out, torch.logsumexp(_scores(q, k, attrs), -1)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ import pytest
 
 import esper_ir.text as text
 from esper_ir.builder import Builder
+from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint
 from forge.lower import Kernels
 from forge.plan import ChainTile, MatmulTile, PointTile, RowTile, ScanTile, SumTile, Tile
-from forge.service import compile_blueprint, front, tune_artifact
+from forge.service import compile_blueprint, front
 from forge.toolchain import build_candidates, toolchain_of
-from forge.tune import clock, search, space
+from forge.tune import candidates, clock, halves, search, space
 from forge.tune.journal import Choices
+from forge.tune.trials import Hunt, Trial
+from forge.tuning import build_candidates as write_candidates
+from forge.tuning import time_candidates, tune_artifact
 from library.launch import to_json
 from library.store import Library
 
@@ -37,6 +43,11 @@ def block() -> Blueprint:
     b.dim("rows", min=1, max=4096, tune=(256,))
     x = b.input("x", "float32", ["rows", 128])
     return b.build(b.gelu(b.layer_norm(x, b.param("w", "float32", [128]), normalized_shape=[128])))
+
+
+def forward() -> Blueprint:
+    """The same without gradients: one phase to tune."""
+    return replace(block(), differentiable=())
 
 
 @pytest.mark.parametrize("prior", PRIORS, ids=lambda t: type(t).__name__)
@@ -60,8 +71,8 @@ def test_what_is_off_stays_off(prior: Tile) -> None:
             assert all(getattr(t, "programs", 0) == 0 for t in edge)
 
 
-def planned() -> tuple[Kernels, Any]:
-    work = front(block(), "cpu")
+def planned(blueprint: Blueprint | None = None) -> tuple[Kernels, Any]:
+    work = front(blueprint or block(), "cpu")
     return work.kernels, work.target
 
 
@@ -101,11 +112,11 @@ def test_the_clock_times_what_agrees_with_the_prior_and_says_what_does_not() -> 
 def test_a_search_keeps_everything_it_measured_and_goes_on_from_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels, target = planned()
+    kernels, target = planned(forward())
     effort = search.Effort(trials=8, seconds=60.0)
     built: list[int] = []
-    real = search.build_candidates
-    monkeypatch.setattr(search, "build_candidates", lambda s, t: built.append(len(s)) or real(s, t))
+    real = candidates.build_candidates
+    monkeypatch.setattr(candidates, "build_candidates", lambda s, t: built.append(len(s)) or real(s, t))
     first = search.search(kernels, target, "cpu", toolchain_of(target), effort, library)
     assert built and first.report["groups"]
     for group in first.report["groups"]:
@@ -121,20 +132,19 @@ def test_a_search_keeps_everything_it_measured_and_goes_on_from_it(
 
 
 def test_a_winner_is_faster_by_the_margin_and_outside_the_noise() -> None:
-    prior, near, sure = RowTile(1, 4, 128, 1), RowTile(1, 8, 128, 1), RowTile(1, 2, 128, 1)
-    kernels, _ = planned()
-    key, site = next(iter(sorted(kernels.sites.items())))
+    prior, near, sure = RowTile(1, 4, 128, 1), RowTile(1, 8, 128, 1), RowTile(1, 16, 128, 1)
 
-    def won(*trials: search.Trial) -> dict[str, Tile]:
-        hunt = search.Hunt(key, site, prior)
-        for trial in (search.Trial(prior, 100.0, 98.0, 102.0), *trials):
+    def won(*trials: Trial) -> Tile | None:
+        hunt = Hunt("k", "g", prior)
+        for trial in (Trial(prior, 100.0, 98.0, 102.0), *trials):
             hunt.keep(trial)
-        return search._winners([hunt])
+        return hunt.winner()
 
-    assert won(search.Trial(near, 99.0, 98.5, 99.5)) == {}, "below the margin"
-    assert won(search.Trial(near, 95.0, 90.0, 99.0)) == {}, "intervals meet"
-    assert won(search.Trial(near, 1.0, 1.0, 1.0, wrong="off by 3")) == {}
-    assert won(search.Trial(near, 95.0, 94.0, 96.0), search.Trial(sure, 80.0, 79.0, 81.0)) == {key: sure}
+    assert won(Trial(near, 99.0, 98.5, 99.5)) is None, "below the margin"
+    assert won(Trial(near, 95.0, 90.0, 99.0)) is None, "intervals meet"
+    assert won(Trial(near, 1.0, 1.0, 1.0, wrong="off by 3")) is None
+    assert won(Trial(near, 95.0, 94.0, 96.0), Trial(sure, 80.0, 79.0, 81.0)) == sure
+    assert won(Trial(near, 80.1, 79.0, 81.0), Trial(sure, 80.0, 79.0, 81.0)) == near, "even: the nearer one"
 
 
 def test_tuned_artifacts_say_what_was_tried_and_replay_to_the_same_id(
@@ -147,7 +157,7 @@ def test_tuned_artifacts_say_what_was_tried_and_replay_to_the_same_id(
     assert report["schema"] == "esper-tuning/1" and report["groups"] and "-standard-" in made.artifact_id
     journal = json.loads(library.side_file(made.artifact_id, "journal.json"))
     monkeypatch.setattr(clock, "run", None)
-    monkeypatch.setattr(search, "run_worker", None)  # nothing is measured
+    monkeypatch.setattr(candidates, "run_worker", None)  # nothing is measured
     (again,) = compile_blueprint(
         block(), pipelines=("standard",), targets=("cpu",), library=library, replay=journal
     )
@@ -161,3 +171,90 @@ def test_without_the_card_priors_stay_and_the_artifact_says_so(library: Library)
     assert json.loads(library.side_file(made.artifact_id, "tuning.json"))["untimed"]
     (later,) = [tune_artifact(library, made.artifact_id, budget_s=1.0)]
     assert later.artifact_id == made.artifact_id, "still no card: the same priors, the same artifact"
+
+
+def test_candidates_around_a_prior_are_the_nearest() -> None:
+    prior = MatmulTile(128, 128, 64, 8, 3)
+    found = halves.around(prior, 60)
+    assert found[0] == prior and len({repr(t) for t in found}) == 60 and found == halves.around(prior, 60)
+    distances = [space.distance(t, prior) for t in found]
+    assert distances == sorted(distances) and distances[-1] > 1
+    assert len(halves.around(PointTile(128, 1), 10_000)) < 100, "a space that is small is tried whole"
+
+
+def test_built_on_one_machine_timed_on_another(library: Library, tmp_path: Path) -> None:
+    """Candidates travel as a file to a library that knows nothing, times travel back and decide here."""
+    (made,) = compile_blueprint(forward(), targets=("cpu",), library=library)
+    path, times = tmp_path / "candidates", tmp_path / "times"
+    wrote = write_candidates(library, made.artifact_id, path, trials=12)
+    again = write_candidates(library, made.artifact_id, tmp_path / "again", trials=12)
+    assert (
+        path.read_bytes() == (tmp_path / "again").read_bytes() and again["candidates"] == wrote["candidates"]
+    )
+    assert wrote["groups"] and wrote["candidates"] >= 3 * wrote["groups"]
+    with Library.open(tmp_path / "there", trust=tmp_path / "trust there", roles=("compiler",)) as there:
+        found = time_candidates(there, path, times)
+        assert found["candidates"] == wrote["candidates"] and found["failed"] < found["candidates"] / 2
+        kept = time_candidates(there, path)
+        assert kept["candidates"] == found["candidates"], "what is known is not timed again"
+    document = halves.read(times, halves.TIMES)
+    for group in document["groups"]:
+        _make_fastest(group, group["trials"][-1])
+    halves.write(document, times)
+    tuned = tune_artifact(library, made.artifact_id, budget_s=0.0, measured=times)
+    report = json.loads(library.side_file(tuned.artifact_id, "tuning.json"))
+    assert report["groups"] and "-standard-" in tuned.artifact_id
+
+
+def _make_fastest(group: dict[str, Any], trial: dict[str, Any]) -> None:
+    """As if this one had been a thousand times as fast."""
+    trial.pop("wrong", None)
+    trial.update(us=0.01, low=0.009, high=0.011)
+
+
+def test_times_from_a_card_decide_where_there_is_none(library: Library, tmp_path: Path) -> None:
+    (made,) = compile_blueprint(forward(), pipelines=("standard",), targets=("h100",), library=library)
+    assert any("untimed" in w for w in made.warnings)
+    path, times = tmp_path / "candidates", tmp_path / "times"
+    write_candidates(library, made.artifact_id, path, trials=8)
+    with pytest.raises(EsperError) as refused:
+        time_candidates(library, path, times)
+    assert refused.value.code == "E0527" and not times.exists()
+    document = halves.read(path, halves.SCHEMA)
+    rows = [r for r in document["candidates"] if "wrong" not in r]
+    assert rows and all(base64.b64decode(r["code"])[:4] == b"\x7fELF" for r in rows)
+    first: dict[str, Any] = {
+        "schema": halves.TIMES,
+        "arch": document["arch"],
+        "toolchain": document["toolchain"],
+    }
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for at, row in enumerate(rows):
+        timed = {
+            "kind": row["kind"],
+            "tile": row["tile"],
+            "us": 100.0 - at,
+            "low": 99.9 - at,
+            "high": 100.1 - at,
+        }
+        groups.setdefault(row["key"], []).append(timed)
+    halves.write(first | {"groups": [{"key": k, "trials": t} for k, t in groups.items()]}, times)
+    tuned = tune_artifact(library, made.artifact_id, measured=times)
+    assert tuned.artifact_id != made.artifact_id and not tuned.warnings
+    journal = json.loads(library.side_file(tuned.artifact_id, "journal.json"))["choices"]
+    assert all(journal[k]["tile"] == t[-1]["tile"] for k, t in groups.items() if len(t) > 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{}", b"\x1f\x8b", gzip.compress(b"[]"), gzip.compress(b"{\"schema\": 1}")[:-4], b"\xff\xfe",
+     gzip.compress(b'{"schema": "esper-candidates/1", "target": "cpu", "groups": [{}], "candidates": []}'),
+     b'{"schema": "esper-candidates/1", "target": "cpu", "arch": "x", "toolchain": "x", "groups": [],'
+     b' "candidates": [{"key": "k", "kind": "RowTile", "tile": {}}]}'],
+)  # fmt: skip
+def test_a_file_that_holds_no_candidates_is_refused(library: Library, tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(EsperError) as refused:
+        time_candidates(library, path)
+    assert refused.value.code in ("E0526", "E0514", "E0527")
