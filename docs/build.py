@@ -152,6 +152,14 @@ def torch_table() -> str:
     return "\n".join(lines)
 
 
+def risk_features() -> str:
+    """What a risk model may know, with the direction that it is held to."""
+    ways = {1: "up", -1: "down", 0: "-"}
+    found = importlib.import_module("gauntlet.risk.features").FEATURES
+    rows = [f"| `{f.name}` | {f.text} | {ways[f.more]} |" for f in found]
+    return "\n".join(["| feature | meaning | more makes the risk go |", "|---|---|---|", *rows]) + "\n"
+
+
 def _rows(module: str) -> Any:
     return importlib.import_module(module).ROWS
 
@@ -179,6 +187,9 @@ def pages() -> Iterator[tuple[Path, str]]:
     for package in TOOLS:
         path = DOCS / f"{package}.md"
         yield path, between(path.read_text(encoding="utf-8"), "commands", reference(package))
+    path = DOCS / "risk.md"
+    text = between(path.read_text(encoding="utf-8"), "features", risk_features())
+    yield path, between(text, "bench", measured.risk_tables())
     path = DOCS / "torch.md"
     yield path, between(path.read_text(encoding="utf-8"), "torch", torch_table())
     yield DOCS / "samples.md", samples.page()

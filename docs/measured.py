@@ -121,6 +121,35 @@ def model_table(found: list[dict[str, Any]]) -> list[str]:
     return [f"{head(document)}; training steps\n\n" + "\n".join(lines) + "\n"]
 
 
+def risk_tables(folder: Path = RESULTS) -> str:
+    """Of the newest run of the risk bench: every score with its interval and numbers, what became of the
+    artifacts by class of fault, the reliability plot."""
+    found = [d for d in documents(folder) if d["bench"] == "risk"]
+    if not found:
+        return "No measurement is committed yet.\n"
+    document = found[-1]
+    lines = [f"{head(document)}; basis `{document['basis']}`. {'; '.join(document['notes'])}.\n"]
+    lines += [
+        "| split | scores | Brier skill | PR-AUC | n | failures | artifacts | families |",
+        "|---" * 8 + "|",
+    ]
+    for row in document["rows"]:
+        spans = [
+            f"{s['value']:.3f} [{s['low']:.3f}, {s['high']:.3f}]" for s in (row["skill"], row["precision"])
+        ]
+        counts = [str(row[name]) for name in ("outcomes", "failures", "artifacts", "families")]
+        lines.append(f"| {row['split']} | {row['method']} | {' | '.join([*spans, *counts])} |")
+    picture = next((path.name for path in sorted(folder.glob("risk-*.svg"), reverse=True)), "")
+    if picture:
+        lines.append(f"\n![share that failed against score](../bench/results/{picture})")
+    ends = ("EXPOSED", "MISMATCH", "DIVERGED", "ROLLED_BACK", "CRASHED")
+    lines += ["", f"| planted | refused | used | {' | '.join(ends)} |", "|---" * (3 + len(ends)) + "|"]
+    for row in document["classes"]:
+        counts = [str(row.get(name, 0)) for name in ("refused", "used", *ends)]
+        lines.append(f"| {row['class']} | {' | '.join(counts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _figures(document: dict[str, Any]) -> str:
     lines = [f"{head(document)}\n", "| figure | value | target | met |", "|---|---|---|---|"]
     for name, row in document["figures"].items():

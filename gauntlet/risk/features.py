@@ -44,7 +44,7 @@ FEATURES = (
     Feature("numerics_used", "worst error of outputs over its bound (1 is the bound)", 1),
     Feature("gradients_used", "worst error of gradients over its bound", 1),
     Feature("worst_used", "the worse of the two: the margin of the worst input", 1),
-    Feature("drift", "root mean square error against float64 over the result's, log10", 1),
+    Feature("drift", "root mean square error against float64 over the result's, log10"),
     Feature("numerics_cases", "cases of outputs that passed, log2(1 + n)", -1),
     Feature("gradients_cases", "cases of gradients that passed, log2(1 + n)", -1),
     Feature("memory_cases", "cases in fenced memory that passed, log2(1 + n)", -1),

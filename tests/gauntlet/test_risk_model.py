@@ -207,6 +207,23 @@ def test_train_writes_the_library_its_model(home: Path, found: list[outcomes.Out
     assert kept.read_bytes() == before  # the model that is there stays
 
 
+def test_evaluate_tells_its_basis_and_draws(
+    home: Path, found: list[outcomes.Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "RESAMPLES", 5)
+    monkeypatch.setattr(evaluate, "SHUFFLES", 1)
+    monkeypatch.setattr(model, "ROUNDS", 5)
+    path, drawn = home.parent / "outcomes.jsonl", home.parent / "drawn.svg"
+    with outcomes.Log(path) as log:
+        log.append(found)
+    code, told = _run("evaluate", "--outcomes", path, "--svg", drawn)  # needs no library
+    assert code == 0 and told["basis"] == "simulated" and drawn.read_text().startswith("<svg")
+    methods = {row["method"] for row in told["scores"]}
+    assert methods == {"model", "rule count", "3-feature logistic", "shuffled labels 1"}
+    plain = CliRunner().invoke(main, ["risk", "evaluate", "--outcomes", str(path)])
+    assert plain.exit_code == 0 and f"{COUNT} outcomes" in plain.output
+
+
 def test_a_library_that_was_told_nothing(home: Path) -> None:
     for command in ("train", "evaluate"):
         code, told = _run(command, "--library", home)
