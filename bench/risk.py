@@ -28,7 +28,7 @@ from gauntlet.risk.outcomes import REFUSED, Outcome
 from gauntlet.risk.simulate import TRAININGS, Candidate, collect
 
 FOLDER = results.ROOT / "out" / "risk"
-FAULTS, WANTED, SEED = 1100, 2000, 41
+FAULTS, WANTED, SEED = 900, 2000, 41
 FAULTY_PER_CLEAN = 4
 """Most faults are refused by the examination: so about half of what is trained with is clean."""
 SECONDS = 2400.0
