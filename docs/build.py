@@ -4,7 +4,8 @@
 
 docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references
 from the click tools themselves, docs/torch.md's table from what tests/runtime/matrix/ declares and the tests
-run, the README's blueprint from examples/ and its table from bench/results/.
+run, the README's blueprint from examples/, its table and
+docs/measurements.md from bench/results/.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield from families.pages()
     path = ROOT / "README.md"
     text = between(path.read_text(encoding="utf-8"), "example", example())
-    yield path, between(text, "bench", measured.tables())
+    yield path, between(text, "bench", measured.summary())
+    path = DOCS / "measurements.md"
+    yield path, between(path.read_text(encoding="utf-8"), "bench", measured.tables())
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The README's tables of measurements, from the results files in bench/results/.
+"""Tables of measurements, from the results files in bench/results/: all of them, and the README's summary.
 
 A block's line is that of the newest run that measured it, on whatever card; where runs differ, every line
 says which it is from. Figures are those of the newest run of a bench on a card.
@@ -31,18 +31,64 @@ def tables(folder: Path = RESULTS) -> str:
     for where in (True, False):  # on cards, then on processors
         here = [d for d in found if (d["card"] != "cpu") is where]
         parts += block_table([d for d in here if d["bench"] == "blocks"])
-        parts += charts(folder, [d for d in here if d["bench"] == "blocks"])
+        parts += charts(folder, [d for d in here if d["bench"] == "blocks"], "../")
         parts += model_table([d for d in here if d["bench"] == "models"])
     newest = {(d["bench"], d["card"]): d for d in found}
     parts += [_figures(d) for _, d in sorted(newest.items()) if d.get("figures")]
     return "\n".join(parts)
 
 
-def charts(folder: Path, found: list[dict[str, Any]]) -> list[str]:
-    """What bench.report has drawn, a picture per card."""
+GEOMEANS = {"dev": "device", "wall": "wall", "graphed": "in a CUDA graph"}
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """Blocks on cards beside the fastest right peer, how they do on the whole, and whole models."""
+    found = [d for d in documents(folder) if d["card"] != "cpu"]
+    blocks = [d for d in found if d["bench"] == "blocks"]
+    if not blocks:
+        return "No measurement on a card is committed yet.\n"
+    lines = newest_rows(blocks)
+    runs = list({id(document): document for document, _ in lines.values()}.values())
+    out = [*(head(document) for document in runs), ""]
+    out += [
+        "| forward and backward | Esper device | best peer | | Esper wall | best peer | |",
+        "|---" * 7 + "|",
+    ]
+    rows = [(key, beside(rows, "dev_ms"), beside(rows, "wall_ms")) for key, (_, rows) in lines.items()]
+    rows.sort(key=lambda row: -row[1][0])
+    out += [f"| {' '.join(key)} | {dev[1]} | {wall[1]} |" for key, dev, wall in rows]
+    means = [_mean(name, blocks[-1]["figures"]) for name in GEOMEANS]
+    told = "; ".join(mean for mean in means if mean)
+    out += ["", f"Geometric means of {name_of(blocks[-1])}: {told}." if told else "", *charts(folder, blocks)]
+    return "\n".join([*out, *model_table([d for d in found if d["bench"] == "models"])])
+
+
+def beside(rows: list[dict[str, Any]], field: str) -> tuple[float, str]:
+    """The best peer's time over ours, and the cells: our time, the peer's with its name, the ratio."""
+    ours = next((r for r in rows if r["impl"].startswith("esper")), {})
+    mine = ours.get(field) if ours.get("correct") else None
+    peers = [r for r in rows if not r["impl"].startswith("esper") and r.get("correct") and r.get(field)]
+    best = min(peers, key=lambda r: r[field], default=None)
+    theirs = "-" if best is None else f"{best[field]:.3f} {best['impl']}"
+    if mine is None or best is None:
+        return 0.0, f"{'no figure' if mine is None else format(mine, '.3f')} | {theirs} | -"
+    return best[field] / mine, f"{mine:.3f} | {theirs} | {best[field] / mine:.2f}x"
+
+
+def _mean(name: str, figures: dict[str, Any]) -> str:
+    row = figures.get(f"fb_{name}_geomean_vs_best_peer")
+    if not row or row["value"] is None:
+        return ""
+    met = "met" if row.get("met") else "missed"
+    aim = "" if row.get("target") is None else f" (target {row['target']:g}, {met})"
+    return f"{GEOMEANS[name]} {row['value']:.2f}x of the best peer{aim}"
+
+
+def charts(folder: Path, found: list[dict[str, Any]], root: str = "") -> list[str]:
+    """What bench.report has drawn, a picture per card; `root` is how a page reaches the repository."""
     named = {name_of(document).split()[0].lower(): document["card"] for document in found}
     return [
-        f"![every block on {card}, beside its peers](bench/results/{short}.svg)\n"
+        f"![every block on {card}, beside its peers]({root}bench/results/{short}.svg)\n"
         for short, card in sorted(named.items())
         if (folder / f"{short}.svg").exists()
     ]

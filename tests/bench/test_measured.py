@@ -27,7 +27,7 @@ def test_one_run_is_named_once(tmp_path: Path) -> None:
     assert "| block | floor | esper-fast | eager |" in told and "commit 1111111" in told
     assert "| a 1 bfloat16 | 0.500 | 1.000 / 1.000 | 2.000 / 2.000 |" in told and ".svg" not in told
     (tmp_path / "h200.svg").touch()
-    assert "(bench/results/h200.svg)" in measured.tables(tmp_path)
+    assert "(../bench/results/h200.svg)" in measured.tables(tmp_path)
 
 
 def test_each_block_is_from_the_newest_run_that_has_it(tmp_path: Path) -> None:
@@ -41,3 +41,17 @@ def test_each_block_is_from_the_newest_run_that_has_it(tmp_path: Path) -> None:
     assert "| a 1 bfloat16 | 0.500 | 9.000 / 9.000 |" in lines  # processors have a table of their own
     wrong = row("a", "esper-fast", 1.0, correct=False)
     assert measured.cell(wrong) == "wrong" and measured.cell(None) == "-"
+
+
+def test_the_summary_stands_beside_the_fastest_right_peer(tmp_path: Path) -> None:
+    assert "No measurement" in measured.summary(tmp_path)
+    rows = [row("a", "esper-fast", 1.0), row("a", "eager", 3.0), row("a", "liger", 0.5, correct=False)]
+    rows += [row("b", "esper-fast", 2.0), row("b", "compile", 1.0), row("b", "eager", 4.0)]
+    rows += [row("c", "esper-fast", None, why="killed"), row("c", "eager", 1.0), row("d", "esper-fast", 5.0)]
+    put(tmp_path, 1, "NVIDIA H200", rows)
+    lines = measured.summary(tmp_path).splitlines()
+    told = [line for line in lines if line.startswith("| ") and " 1 bfloat16 " in line]
+    assert told[0] == "| a 1 bfloat16 | 1.000 | 3.000 eager | 3.00x | 1.000 | 3.000 eager | 3.00x |"
+    assert told[1].startswith("| b 1 bfloat16 | 2.000 | 1.000 compile | 0.50x |"), "what is slower is shown"
+    assert "| c 1 bfloat16 | no figure | 1.000 eager | - |" in told[2]
+    assert told[3].startswith("| d 1 bfloat16 | 5.000 | - | - |")
