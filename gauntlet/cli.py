@@ -1,23 +1,25 @@
-"""`esper-gauntlet`: prove artifacts, show what was found, replay a rejection."""
+"""`esper-gauntlet`: prove and measure artifacts, tag them, show what was found, replay a rejection."""
 
 from __future__ import annotations
 
 import os
-import sys
-import time
 from typing import Any
 
 import click
 
 from esper_ir.diagnostics import EXIT_FAILURE, EXIT_OK, EsperError
 from gauntlet.cli_base import device_option, emit, json_option, library_option, named
-from gauntlet.risk.cli import risk
 
-MARKS = {
-    "VALIDATED": ("green", "VALIDATED"),
-    "REJECTED": ("red", "REJECTED"),
-    "PENDING_BENCHMARKING": ("yellow", "PENDING"),
-}
+BASELINES = ("eager", "torch.compile")
+
+
+def _baselines(context: click.Context, option: click.Parameter, value: str) -> tuple[str, ...]:
+    given = [word.strip() for word in value.split(",") if word.strip()]
+    unknown = [word for word in given if word not in BASELINES]
+    if unknown or not given:
+        raise click.BadParameter(f"{', '.join(unknown) or 'nothing'}: choose from {', '.join(BASELINES)}")
+    return tuple(given)
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="esper-forge")
@@ -25,24 +27,35 @@ def main() -> None:
     """Prove, measure and explain compiled kernels."""
 
 
-main.add_command(risk)
-
-
 @main.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option(
     "--pending", is_flag=True, help="Every artifact that has no verdict yet (the default without ID)."
 )
-@click.option("--quick", is_flag=True, help="The short list of cases; the verdict counts all the same.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="The short list of cases, and measured in seconds; the verdict counts all the same.",
+)
+@click.option(
+    "--compare",
+    default="eager",
+    show_default=True,
+    callback=_baselines,
+    help="Baselines to measure beside, separated by commas: eager, torch.compile (eager is always there).",
+)
+@click.option("--again", is_flag=True, help="Judge and measure those that have a verdict once more.")
 @device_option
 @library_option
 @json_option
 def bench(
-    ids: tuple[str, ...], pending: bool, quick: bool, device: str | None, library: str | None, as_json: bool
-) -> None:
-    """Run artifacts through every stage and sign the verdicts. Exit 1 if any is REJECTED."""
+    ids: tuple[str, ...], pending: bool, quick: bool, compare: tuple[str, ...], again: bool, device: str |
+    None, library: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Run artifacts through every stage, measure those that pass, and sign the verdicts. Exit 1 if any is
+    REJECTED."""
     from gauntlet.isolate import ForkServer
-    from gauntlet.runner import Verdict, prove
+    from gauntlet.progress import Report
     from library.store import Library
 
     with (
@@ -55,20 +68,15 @@ def bench(
             # What failed in use comes first: it is being run somewhere.
             chosen += [a for a in opened.troubled() if a not in chosen]
             chosen += [r.id for r in opened.artifacts(state="PENDING_BENCHMARKING") if r.id not in chosen]
-        bar = _Progress(len(chosen))
-        verdicts: list[Verdict] = []
+        verdicts: list[Any] = []
         errors: list[EsperError] = []
-        for artifact_id in chosen:
-            try:
-                found = prove(
-                    artifact_id, library=opened, quick=quick, device=device, server=server, progress=bar.event
-                )
-            except EsperError as error:
-                errors.append(error)
-                bar.error(error)
-                continue
-            verdicts.append(found)
-            bar.verdict(found)
+        with Report(len(chosen), quick) as bar:
+            for artifact_id in chosen:
+                found = _proven(
+                    artifact_id, bar, library=opened, quick=quick, device=device, server=server,
+                    compare=compare, again=again,
+                )  # fmt: skip
+                (errors if isinstance(found, EsperError) else verdicts).append(found)
         if as_json:
             failed = {"errors": [e.to_json() for e in errors]} if errors else {}
             emit({"verdicts": [v.to_json() for v in verdicts], **failed})
@@ -77,50 +85,25 @@ def bench(
     raise SystemExit(_exit_code(verdicts, errors))
 
 
+def _proven(artifact_id: str, bar: Any, **options: Any) -> Any:
+    """A verdict, or why there is none."""
+    from gauntlet.runner import prove
+
+    try:
+        found = prove(artifact_id, progress=bar.event, **options)
+    except EsperError as error:
+        bar.error(error)
+        return error
+    bar.verdict(found)
+    return found
+
+
 def _exit_code(verdicts: list[Any], errors: list[EsperError]) -> int:
     if any(v.passed is False for v in verdicts):
         return EXIT_FAILURE
     if errors:
         return errors[0].exit_code
     return EXIT_FAILURE if any(v.passed is None for v in verdicts) else EXIT_OK
-
-
-class _Progress:
-    """Lines on standard error: the running stage on a terminal, one line per verdict everywhere."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.done, self.began = count, 0, time.monotonic()
-        self.live = sys.stderr.isatty()
-        self.colour = self.live and not os.environ.get("NO_COLOR")
-
-    def event(self, artifact_id: str, event: Any) -> None:
-        if self.live and event.get("event") == "stage":
-            left = ""
-            if self.done:
-                each = (time.monotonic() - self.began) / self.done
-                left = f", about {each * (self.count - self.done):.0f} s left"
-            click.echo(
-                f"\r\x1b[K{self.done + 1}/{self.count} {artifact_id}: {event['name']}{left}",
-                nl=False,
-                err=True,
-            )
-
-    def _line(self, text: str) -> None:
-        click.echo(("\r\x1b[K" if self.live else "") + text, err=True)
-        self.done += 1
-
-    def verdict(self, found: Any) -> None:
-        colour, word = MARKS[found.state]
-        mark = click.style(word, fg=colour) if self.colour else word
-        again = "" if found.recorded or found.passed is None else " (recorded before)"
-        self._line(f"{mark} {found.artifact_id} {found.seconds:.1f} s{again}")
-        if found.reason:
-            click.echo(f"  {found.reason}", err=True)
-        if found.case:
-            click.echo(f"  esper-gauntlet replay {found.case[:16]}", err=True)
-
-    def error(self, error: EsperError) -> None:
-        self._line(error.render())
 
 
 @main.command()
@@ -165,41 +148,109 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
 @library_option
 @json_option
 def annotate(ids: tuple[str, ...], library: str | None, as_json: bool) -> None:
-    """Sign tags over artifacts that were validated (without ID: all of them), from what their verdicts
-    measured. The newest annotation counts; each is an entry of the ledger."""
-    from gauntlet.runner import annotate as run
+    """Sign tags, confidence and interest over artifacts that were validated (without ID: all of them), from
+    what their verdicts measured and their peers'. The newest annotation counts; each is an entry of the
+    ledger. Exit 1 if a report cannot be read; the others are annotated."""
+    from gauntlet.annotating import annotate as run
     from library.store import Library
 
     with named(as_json), Library.open(library, create=False, roles=("validator",)) as opened:
-        chosen = ids or [r.id for r in opened.artifacts(state="VALIDATED")]
-        said = {opened.resolve(name).id: run(name, opened) for name in chosen}
+        said, known = run(opened, ids)
+    problems = list(known.problems.values())
     if as_json:
-        emit({"annotations": said})
-        return
-    for artifact_id, found in said.items():
-        click.echo(f"{artifact_id}  {' '.join(found['generated_tags'])}")
+        emit({"annotations": said, **({"errors": [e.to_json() for e in problems]} if problems else {})})
+    else:
+        for artifact_id, found in said.items():
+            click.echo(f"{artifact_id}  {' '.join(found['generated_tags'])}")
+        for error in problems:
+            click.echo(error.render(), err=True)
+    raise SystemExit(EXIT_FAILURE if problems else EXIT_OK)
 
 
 @main.command()
-@click.option("--rules", is_flag=True, help="The rules behind the tags instead.")
+@click.option("--rules", is_flag=True, help="The rules behind the tags instead, by rank and without peers.")
+@click.option("--metric", help="The distributions of speed, memory, power or drift instead.")
 @library_option
 @json_option
-def tags(rules: bool, library: str | None, as_json: bool) -> None:
+def tags(rules: bool, metric: str | None, library: str | None, as_json: bool) -> None:
     """The tags of every validated artifact, as they were signed."""
-    from gauntlet.tags import RULES
+    from gauntlet.tags import RANKS, RULES
     from library.store import Library
 
     if rules:
         found: dict[str, Any] = {rule.tag: rule.text for rule in RULES}
+        ranks = {rank.tag: f"{rank.text} ({rank.metric})" for rank in RANKS}
     else:
+        ranks = {}
         with named(as_json), Library.open(library, create=False, readonly=True) as opened:
-            known = [r.id for r in opened.artifacts(state="VALIDATED")]
-            found = {a: " ".join(opened.annotation(a).get("generated_tags", ())) or "-" for a in known}
+            found = _distributions(opened, metric) if metric else _tagged(opened)
     if as_json:
-        emit({"rules" if rules else "tags": found})
+        emit({"rules": found, "ranks": ranks} if rules else {"distributions" if metric else "tags": found})
         return
     for name, text in found.items():
         click.echo(f"{name:20} {text}")
+    if ranks:
+        click.echo("\nfrom 20 peers on, of one class on one hardware:")
+    for name, text in ranks.items():
+        click.echo(f"{name:20} {text}")
+
+
+def _tagged(library: Any) -> dict[str, str]:
+    known = [r.id for r in library.artifacts(state="VALIDATED")]
+    return {a: " ".join(library.annotation(a).get("generated_tags", ())) or "-" for a in known}
+
+
+def _distributions(library: Any, name: str) -> dict[str, str]:
+    """One line per class and hardware; what `annotate` saw."""
+    from gauntlet.annotating import read_peers
+    from gauntlet.peers import metric
+
+    wanted = metric(name).name
+    return {
+        f"{row['op_class']} on {row['hardware']}": f"{row['basis']}, {row['n']} peers, "
+        + ", ".join(f"{cut}: {value:.4g}" for cut, value in row["cuts"].items())
+        for row in read_peers(library.home)
+        if row["metric"] == wanted
+    }
+
+
+@main.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--html", "place", required=True, type=click.Path(dir_okay=False), help="File to write.")
+@click.option("--title", default="Esper: artifacts and verdicts", help="Heading of the page.")
+@library_option
+@json_option
+def report(ids: tuple[str, ...], place: str, title: str, library: str | None, as_json: bool) -> None:
+    """Write one self-contained page about artifacts that were judged (without ID: all of them): verdicts with
+    their reasons, latencies, roofline, errors against bounds, memory, history. Exit 1 if one cannot be
+    read; the page names it."""
+    from gauntlet import entries, page
+    from library.store import Library
+
+    with named(as_json), Library.open(library, create=False, readonly=True) as opened:
+        found = entries.read(opened, ids)
+        _write(place, page.page(found, title))
+    told = page.summary(found)
+    if as_json:
+        emit({"html": place, **told})
+    else:
+        click.echo(f"{place}: {told['artifacts']} artifacts", err=True)
+        for name in told["unreadable"]:
+            click.echo(f"cannot be read: {name}", err=True)
+    raise SystemExit(EXIT_FAILURE if told["unreadable"] else EXIT_OK)
+
+
+def _write(place: str, text: str) -> None:
+    """Whole or not at all. E0913 where the place cannot be written."""
+    staged = f"{place}.{os.getpid()}"
+    try:
+        with open(staged, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(staged, place)
+    except OSError as error:
+        raise EsperError(
+            "E0913", f"{place}: {error.strerror}", node=place, hint="choose a place that can be written"
+        ) from error
 
 
 @main.command()
