@@ -9,6 +9,7 @@ import click
 
 from esper_ir.diagnostics import EXIT_FAILURE, EXIT_OK, EsperError
 from gauntlet.cli_base import device_option, emit, json_option, library_option, named
+from gauntlet.risk.cli import risk
 
 BASELINES = ("eager", "torch.compile")
 
@@ -25,6 +26,9 @@ def _baselines(context: click.Context, option: click.Parameter, value: str) -> t
 @click.version_option(package_name="esper-forge")
 def main() -> None:
     """Prove, measure and explain compiled kernels."""
+
+
+main.add_command(risk)
 
 
 @main.command()
@@ -49,8 +53,8 @@ def main() -> None:
 @library_option
 @json_option
 def bench(
-    ids: tuple[str, ...], pending: bool, quick: bool, compare: tuple[str, ...], again: bool, device: str |
-    None, library: str | None, as_json: bool,
+    ids: tuple[str, ...], pending: bool, quick: bool, compare: tuple[str, ...], again: bool,
+    device: str | None, library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run artifacts through every stage, measure those that pass, and sign the verdicts. Exit 1 if any is
     REJECTED."""
