@@ -14,6 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
+from gauntlet import edges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -80,7 +81,10 @@ def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
         return {n: _laid_out(recipe, t) for n, t in found.items()}
     limits = oracle.index_limits(subject.graph)
     leaves = subject.blueprint.leaves
-    return {v.name: _laid_out(recipe, _leaf(subject, recipe, v, limits.get(v.name))) for v in leaves}
+    drawn = {v.name: _leaf(subject, recipe, v, limits.get(v.name)) for v in leaves}
+    if recipe.draw.startswith(edges.DRAW):
+        drawn = edges.moved(subject, recipe.draw, drawn, _seed(recipe, edges.DRAW))
+    return {name: _laid_out(recipe, tensor) for name, tensor in drawn.items()}
 
 
 def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:

@@ -58,7 +58,8 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
     if subject.device.type == "cpu":
         _keep_pages()
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
-    emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device)})
+    emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device),
+                  "cases": "quick" if job["quick"] else "full"})  # fmt: skip
     if subject.device.type == "cpu" and subject.fixed_elements < MANY:
         torch.set_num_threads(
             1
@@ -106,9 +107,15 @@ def run_stage(stage: Stage, context: Context, recipe: Recipe | None, spill: int)
     """Whether the stages after it still matter."""
     context.emit({"event": "stage", "name": stage.name})
     began, before = time.monotonic(), context.candidate_seconds
+    cpu = time.process_time() - context.candidate_cpu
     outcome = _guarded(stage, context, recipe)
+    own = (
+        time.process_time() - context.candidate_cpu - cpu
+    )  # of processors: others on the machine cost nothing
     told: dict[str, Any] = {"event": "result", "name": stage.name, "seconds": time.monotonic() - began}
-    spent = {"kernel_seconds": round(context.candidate_seconds - before, 4)}
+    spent = {
+        "kernel_seconds": round(context.candidate_seconds - before, 4), "own_seconds": round(own, 4),
+    }  # fmt: skip
     if isinstance(outcome, Passed):
         told |= {"outcome": "passed", "metrics": {**outcome.metrics, **spent}}
     elif isinstance(outcome, Skipped):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from esper_ir import oracle, reference
-from esper_ir.graph import Node
+from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Creation, Lookup, Movement, Pointwise, Reduction
 from esper_ir.reference import Precision
 from esper_ir.registry import lookup
@@ -86,6 +86,25 @@ def rounded(
     given.
     """
     graph = subject.flat if cotangents is None else subject.joint.graph
+    given = dict(values)
+    if cotangents is not None:
+        for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
+            if name in subject.joint.cotangents:
+                shape = [d.value(subject.bound(values)) for d in kind[2].shape]
+                zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
+                given[subject.joint.cotangents[name]] = zeros if flow is None else flow
+    found = shaken(subject, graph, given, turn)
+    if cotangents is None:
+        return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
+    held = subject.joint.gradients
+    return {
+        f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) if at is None else found[at]
+        for n, at in held.items()
+    }
+
+
+def shaken(subject: Subject, graph: Graph, given: Mapping[str, Tensor], turn: int) -> dict[str, Tensor]:
+    """Every value of the graph in float64, with random roundings as `rounded` says."""
     generator = torch.Generator().manual_seed(1009 * turn + 1)
 
     def moved(value: Tensor, count: int) -> Tensor:
@@ -99,22 +118,9 @@ def rounded(
             return made
         return tuple(moved(t, oracle.terms(graph, node, sizes)) for t in made)
 
-    given = {n: moved(t, 1) for n, t in values.items()}
-    if cotangents is not None:
-        for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
-            if name in subject.joint.cotangents:
-                shape = [d.value(subject.bound(values)) for d in kind[2].shape]
-                zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
-                given[subject.joint.cotangents[name]] = zeros if flow is None else moved(flow, 1)
     with torch.no_grad():
-        found = reference.evaluate_all(graph, given, precision="float64", after=after)
-    if cotangents is None:
-        return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
-    held = subject.joint.gradients
-    return {
-        f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) if at is None else found[at]
-        for n, at in held.items()
-    }
+        shifted = {name: moved(value, 1) for name, value in given.items()}
+        return reference.evaluate_all(graph, shifted, precision="float64", after=after)
 
 
 def _rounds(node: Node) -> bool:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from gauntlet import accuracy, inputs, meaning
+from gauntlet import accuracy, edges, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.stages.numerics import odd_dims, sizes
 from gauntlet.subject import Subject
@@ -55,6 +55,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, wanted=wanted, dims=odd_dims(subject), seed=context.seed + 1)
         for cotangent in inputs.cotangent_kinds(subject):
             yield replace(base, wanted=wanted, cotangent=cotangent)
+        for draw in edges.names(subject):
+            yield replace(base, wanted=wanted, draw=draw, dims=edges.dims(subject))
         for draw in ("ties",) if context.quick else (*inputs.smooth_draws(subject), "ties", "integers"):
             yield replace(base, wanted=wanted, draw=draw)
     for draw in inputs.smooth_draws(subject):
@@ -66,7 +68,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             named = replace(base, dims=dims, wanted=tuple(n for n in every if n in wanted))
             for cotangent in CONSTANT if context.quick else inputs.cotangent_kinds(subject):
                 yield replace(named, cotangent=cotangent)
-            for draw in ("ties",) if context.quick else ("ties", "zeros", "shifted", "uneven"):
+            few = edges.names(subject)[:1] if subject.elements(dims) <= edges.ELEMENTS else []
+            for draw in (*few, "ties", *(() if context.quick else ("zeros", "shifted", "uneven"))):
                 yield replace(named, draw=draw)
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)

@@ -167,8 +167,9 @@ def _growth(context: Context, recipe: Recipe) -> Outcome:
     flows = [inputs.cotangents(subject, t) for t in turns]
     home = [t.clone() for t in sets[0]]
     expected: dict[int, list[Tensor]] = {}
-    sizes: list[int] = []
     calls = min(recipe.repeat, max(LEAST_CALLS, int(context.budget / 2 / subject.eager_seconds(recipe.dims))))
+    looked = [(calls - 1) * i // QUARTERS for i in range(QUARTERS + 1)]
+    marks: list[int] = []
     with context.launching(calls):
         for call in range(calls):
             turn = call % ROTATION
@@ -178,8 +179,8 @@ def _growth(context: Context, recipe: Recipe) -> Outcome:
             known = expected.setdefault(turn, found)
             if wrong := _unlike(subject, known, found):
                 return Failed(f"call {call + 1} differs from the first with the same values: {wrong}")
-            sizes.append(_resident(subject))
-    marks = [sizes[(len(sizes) - 1) * i // QUARTERS] for i in range(QUARTERS + 1)]
+            if call in looked:
+                marks.append(_resident(subject))
     steps = [b - a for a, b in zip(marks[1:], marks[2:], strict=False)]  # the first quarter warms up
     if min(steps) > GROWTH_BYTES:
         return Failed(f"memory grows steadily: {steps} bytes in each {calls // QUARTERS} of {calls} calls")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, inputs, meaning
+from gauntlet import accuracy, edges, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -32,6 +32,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     yield base
     for draw in inputs.draws(subject, quick=context.quick):
         yield replace(base, draw=draw)
+    for draw in edges.names(subject):
+        yield replace(base, draw=draw, dims=edges.dims(subject))
     for dims in subject.regions[1:]:
         for draw in TELLING if context.quick else inputs.draws(subject, quick=True):
             yield replace(base, dims=dims, draw=draw)

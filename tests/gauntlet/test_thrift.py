@@ -1,0 +1,85 @@
+"""What the judge itself does beside running the candidate, counted: seconds say more about a machine than
+about the judge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gauntlet import meaning
+from gauntlet.judge import all_stages
+from gauntlet.stage import Context, Passed, Stage
+from gauntlet.stages import determinism, gradients
+from gauntlet.subject import Subject
+from library.manifest import unpack
+from runtime.executor import Program
+from tests.faults import handmade, toys
+
+OWN_OPERATIONS = 70_000
+"""Of torch, in all stages with the short list of cases, for an artifact with three gradients: 57,000 when this
+was written, 102,000 while every case was computed anew. Ten microseconds each."""
+
+
+class _Counting(TorchDispatchMode):
+    """Torch operations outside of candidate code."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context, self.count = context, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self.context.inside
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def events() -> Counter[str]:
+    return Counter()
+
+
+@pytest.fixture
+def context(events: Counter[str]) -> Context:
+    subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    return Context(subject, lambda event: events.update([event["event"]]), threads=1)
+
+
+def _stage(name: str) -> Stage:
+    return next(stage for stage in all_stages() if stage.name == name)
+
+
+def test_one_word_to_the_supervisor_for_a_round_of_calls(
+    context: Context, events: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every round runs all plans; a message for each of them cost more than the kernels."""
+    runs, real = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda *a, **k: (runs.append(1), real(*a, **k))[1])
+    monkeypatch.setattr(determinism, "RACE_SECONDS", 0.0)
+    assert isinstance(_stage("determinism").run(context), Passed)
+    plans = len(context.subject.launch.plans)
+    assert events["launch"] == len(runs) / plans and plans >= 3
+
+
+def test_a_reference_is_computed_once_for_the_same_values(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = [], meaning.gradients
+    monkeypatch.setattr(meaning, "gradients", lambda *a, **k: (asked.append(1), real(*a, **k))[1])
+    recipes = [r for r in gradients._recipes(context) if r.layout != gradients.DIRECTIONAL]
+    distinct = {(*r.dims.items(), r.draw, r.layout, r.cotangent, r.seed) for r in recipes}
+    assert len(recipes) > 2 * len(distinct), "the same values, for other gradients"
+    assert isinstance(_stage("gradients").run(context), Passed)
+    assert len(asked) <= 3 * len(distinct), "float64 and eager once, a few once more"
+
+
+def test_the_judges_own_work_is_bounded(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(determinism, "RACE_SECONDS", 0.0)
+    context.quick = context.subject.hurry = True
+    counting = _Counting(context)
+    with counting:
+        for stage in all_stages():
+            assert isinstance(stage.run(context), Passed), stage.name
+    assert counting.count < OWN_OPERATIONS
