@@ -20,8 +20,8 @@ from runtime.executor import Program
 from tests.faults import handmade, toys
 
 OWN_OPERATIONS = 70_000
-"""Of torch, in all stages with the short list of cases, for an artifact with three gradients: 57,000 when this
-was written, 102,000 while every case was computed anew. Ten microseconds each."""
+"""Of torch, in all stages with the short list of cases, for an artifact with three gradients: 57,000 when
+this was written, 102,000 while every case was computed anew. Ten microseconds each."""
 
 
 class _Counting(TorchDispatchMode):
