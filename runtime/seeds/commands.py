@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,14 @@ class KasminaControlCommand:
         return f"{self.target_layer_id}/{self.target_seed_id}"
 
     def to_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))
+        return {
+            **self.__dict__,
+            "command": self.command.value,
+            "selected_for_tags": list(self.selected_for_tags),
+            "grafting_strategy": self.grafting_strategy.value,
+            "graft": dict(self.graft.__dict__),
+            "issuer": self.issuer.value,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> KasminaControlCommand:
@@ -135,7 +142,14 @@ class Queue:
 
 def line_hash(previous: str, body: Mapping[str, Any]) -> str:
     """SHA-256 of the hash before and the line's own document, keys sorted."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=True)
+    return _hash(previous, _text(body))
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=True)
+
+
+def _hash(previous: str, text: str) -> str:
     return hashlib.sha256((previous + text).encode()).hexdigest()
 
 
@@ -165,8 +179,8 @@ class Journal:
         made: list[dict[str, Any]] = []
         previous, seq = self.head, len(self.lines)
         for body in bodies:
-            document = json.loads(json.dumps({"schema": SCHEMA, "seq": seq, **body, "previous": previous}))
-            document["hash"] = line_hash(previous, document)
+            text = _text({"schema": SCHEMA, "seq": seq, **body, "previous": previous})
+            document = {**json.loads(text), "hash": _hash(previous, text)}
             made.append(document)
             previous, seq = document["hash"], seq + 1
         if made and self.path is not None:

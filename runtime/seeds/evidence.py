@@ -171,4 +171,4 @@ def measure_arms(
 
 def probe_of(slot: Slot) -> dict[str, float]:
     """The probe's sums in the mirror, by name."""
-    return dict(zip(PROBE, slot.site.state.host["probe"][slot.index].tolist(), strict=True))
+    return dict(zip(PROBE, slot.site.state.row("probe", slot.index), strict=True))

@@ -86,6 +86,7 @@ class Growth:
         self.observer: Observer | None = None
         self.every = 50
         self._sampling = False
+        self._counted = (-1, 1)  # committed grafts, parameters with them
         self.moving: tuple[Slot, ...] = ()
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
         self._told: dict[str, dict[str, Number]] = {}
@@ -139,7 +140,7 @@ class Growth:
         return [
             slot
             for site in self.sites.values()
-            for slot, code in zip(site.slots, site.state.host["lifecycle"].tolist(), strict=True)
+            for slot, code in zip(site.slots, site.state.column("lifecycle"), strict=True)
             if code
         ]
 
@@ -227,7 +228,7 @@ class Growth:
         self.moving = tuple(
             slot
             for site in self.sites.values()
-            for slot, code in zip(site.slots, site.state.host["lifecycle"].tolist(), strict=True)
+            for slot, code in zip(site.slots, site.state.column("lifecycle"), strict=True)
             if code in codes
         )
         for site in self.sites.values():
@@ -308,13 +309,20 @@ class Growth:
             found["alpha_error"] = slot.alpha - slot.get("ramp_target")
             found["paused"] = float(slot.get("paused"))
             found["settled_steps"] = float(self.step - slot.get("entered_step"))
-            found["rent"] = slot.seed.count() / max(sum(p.numel() for p in self.model.parameters()), 1)
+            found["rent"] = slot.seed.count() / self._parameters()
         if state is Lifecycle.EMBARGOED:
             found["embargo_left"] = float(slot.expires - self.epoch)
         if state is Lifecycle.RESETTING:
             grouped = self.surgeon is not None and slot.id in self.surgeon.names()
             found["released"] = slot.seed is None and not grouped
         return {**found, **self._told.get(slot.id, {})}
+
+    def _parameters(self) -> int:
+        """Of the host with its committed grafts; counted again when there are more."""
+        grafts = sum(len(site.chain) for site in self.sites.values())
+        if self._counted[0] != grafts:
+            self._counted = grafts, max(sum(p.numel() for p in self.model.parameters()), 1)
+        return self._counted[1]
 
     def snapshot(self) -> Snapshot:
         """All slots as they are now. The device's columns are copied once, checked against the mirror and
@@ -338,8 +346,7 @@ class Growth:
         return self._snapshot
 
     def _facts(self, site: Site) -> Iterator[SlotFacts]:
-        host = site.state.host
-        columns = {name: host[name].tolist() for name in _TOLD}
+        columns = {name: site.state.column(name) for name in _TOLD}
         size, more = divmod(site.features, len(site.slots))
         for at, slot in enumerate(site.slots):
             state = _STATES[columns["lifecycle"][at]]

@@ -29,6 +29,8 @@ from runtime.seeds.state import PROBE, StateTensor
 from runtime.state import recomputing
 
 _P = {name: at for at, name in enumerate(PROBE)}
+_STATES = tuple(Lifecycle(code) for code in range(14))
+_ACTIVE = frozenset(int(s) for s in (*LIVE, Lifecycle.TRAINING))
 _NONE: Mapping[str, Tensor | float] = MappingProxyType({})
 overrides: ContextVar[Mapping[str, Tensor | float]] = ContextVar("overrides", default=_NONE)
 """alpha by slot id, for counterfactual forwards of this context alone: a number, or a value per sample."""
@@ -68,15 +70,15 @@ class Slot:
 
     @property
     def state(self) -> Lifecycle:
-        return Lifecycle(int(self.site.state.host["lifecycle"][self.index]))
+        return _STATES[self.site.state.get("lifecycle", self.index)]
 
     @property
     def alpha(self) -> float:
-        return float(self.site.state.host["alpha"][self.index])
+        return self.site.state.get("alpha", self.index)
 
     @property
     def fault(self) -> Fault:
-        return Fault(int(self.site.state.host["fault"][self.index]))
+        return Fault(self.site.state.get("fault", self.index))
 
     def get(self, name: str) -> Any:
         return self.site.state.get(name, self.index)
@@ -201,10 +203,9 @@ class Site:
 
     def refresh(self) -> None:
         """Called whenever something changes that the forward depends on."""
-        codes = self.state.host["lifecycle"].tolist()
-        wanted = {int(s) for s in LIVE} | {int(Lifecycle.TRAINING)}
+        codes = self.state.column("lifecycle")
         held = overrides.get()
-        self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in wanted)
+        self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in _ACTIVE)
         touched = any(s.id in held for s in self.active)
         self._busy = bool(self.active or len(self.chain) or touched or self.spec is None)
         self.sample(self.sampling)

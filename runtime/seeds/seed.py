@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from esper_ir.diagnostics import Accepted, EsperError, Rejected
+from library import ledger
 from library.launch import Interface
-from library.records import PENDING_BENCHMARKING, VALIDATED
+from library.records import PENDING_BENCHMARKING, VALIDATED, ArtifactRecord
 from library.store import Library
 from runtime import loader
 from runtime.binding import Block, build
@@ -201,18 +202,52 @@ class Probe:
     exec_us: int
 
 
+class _Timed:
+    """Made-up inputs by shape, and what artifacts took for them: bytes that were differentiated and timed
+    once in this process, on this shape, are only called when they are probed again. Few of each are kept."""
+
+    MOST = 64
+
+    def __init__(self) -> None:
+        self.inputs: dict[Spec, Tensor] = {}
+        self.exec_us: dict[tuple[str, str, Spec], int] = {}
+
+    def input(self, spec: Spec) -> Tensor:
+        if spec not in self.inputs:
+            generator = torch.Generator().manual_seed(0)
+            made = torch.randn(spec.shape, generator=generator).to(device=spec.device, dtype=spec.dtype)
+            keep(self.inputs, spec, made, self.MOST)
+        return self.inputs[spec]
+
+
+def keep(memo: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Put a value into a memo that forgets its oldest."""
+    memo[key] = value
+    while len(memo) > most:
+        memo.pop(next(iter(memo)), None)
+
+
+_known = _Timed()
+
+
 def probe(seed: Seed, spec: Spec) -> Probe:
-    """Call a seed, forward and backward, on made-up values of the layer's shape. Nothing of it stays."""
-    with same_random(spec.device), torch.random.fork_rng(devices=[]):
-        generator = torch.Generator().manual_seed(0)
-        h = torch.randn(spec.shape, generator=generator).to(device=spec.device, dtype=spec.dtype)
-        named = seed.named()
-        with torch.enable_grad():
+    """Call a seed on made-up values of the layer's shape; the first time also backward, and timed. Nothing of
+    it stays."""
+    key = (seed.digest, seed.graft.operator, spec)
+    with same_random(spec.device):
+        h = _known.input(spec)
+        exec_us = _known.exec_us.get(key)
+        with torch.set_grad_enabled(exec_us is None):
             z = seed(h)
-        found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
-        finite = all(bool(t.isfinite().all()) for t in (z, *found))
-        times = sorted(_timed(seed, h) for _ in range(PROBES))
-    return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, round(times[PROBES // 2] * 1e6))
+        finite = bool(z.detach().isfinite().all())
+        if exec_us is None:
+            named = seed.named()
+            found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
+            finite = finite and all(bool(t.isfinite().all()) for t in found)
+            exec_us = round(sorted(_timed(seed, h) for _ in range(PROBES))[PROBES // 2] * 1e6)
+            if finite and not seed.broken:
+                keep(_known.exec_us, key, exec_us, _Timed.MOST)
+    return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, exec_us)
 
 
 @torch.no_grad()
@@ -265,16 +300,8 @@ def known_facts(
     absent; so is everything about the fit when the layer has not been called yet. Errors: those of the
     library for what is missing, untrusted or damaged."""
     opened: Library = loader.open_library(library)
-    record, verdict = opened.record(artifact_id), opened.verdict(artifact_id)
-    facts: dict[str, Number] = {"validated": record.state == VALIDATED and verdict is not None}
-    report: Mapping[str, Any] = verdict.report if verdict is not None else {}
-    told = {**report, **(opened.annotation(artifact_id) if verdict is not None else {})}
-    if isinstance(told.get("risk_score"), (int, float)):
-        facts["risk"] = float(told["risk_score"])
-    facts["confident"] = str(told.get("conf_level") or SPECULATIVE) != SPECULATIVE
-    latency = dict(report.get("wep") or {}).get("latency_ms_p99")
-    if isinstance(latency, (int, float)):
-        facts["latency_us"] = float(latency) * 1e3
+    record = opened.record(artifact_id)
+    facts = _judged(opened, record)
     if record.state == VALIDATED or (unvalidated and record.state == PENDING_BENCHMARKING):
         device = None if spec is None else spec.device
         entry = loader.load_entry(artifact_id, device=device, library=library, allow_unvalidated=unvalidated)
@@ -285,6 +312,31 @@ def known_facts(
             facts |= {"shape_fits": wrong not in ("E0810", "E0813"), "dtype_fits": wrong != "E0811"}
             facts["device_fits"] = entry.program.device == spec.device
     return facts
+
+
+_reports: dict[tuple[str, str], tuple[int, Any, dict[str, Number]]] = {}
+
+
+def _judged(opened: Library, record: ArtifactRecord) -> dict[str, Number]:
+    """What the signed verdict and annotation say. Verified again when the library's ledger has grown or its
+    trust changed, not at every boundary."""
+    key = (str(opened.home), record.id)
+    size, trust = ledger.state(opened.index)[0], opened.trust.document()
+    known = _reports.get(key)
+    if known is not None and known[0] == size and known[1] is trust:
+        return dict(known[2])
+    verdict = opened.verdict(record.id)
+    facts: dict[str, Number] = {"validated": record.state == VALIDATED and verdict is not None}
+    report: Mapping[str, Any] = verdict.report if verdict is not None else {}
+    told = {**report, **(opened.annotation(record.id) if verdict is not None else {})}
+    if isinstance(told.get("risk_score"), (int, float)):
+        facts["risk"] = float(told["risk_score"])
+    facts["confident"] = str(told.get("conf_level") or SPECULATIVE) != SPECULATIVE
+    latency = dict(report.get("wep") or {}).get("latency_ms_p99")
+    if isinstance(latency, (int, float)):
+        facts["latency_us"] = float(latency) * 1e3
+    keep(_reports, key, (size, trust, facts), 256)
+    return dict(facts)
 
 
 def declared_by(interface: Interface) -> dict[str, float]:

@@ -127,6 +127,7 @@ class StateTensor:
         self._mirror = torch.zeros(size, dtype=torch.uint8)
         self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
         places = offsets(slots)
+        # The host's columns come first.
         self._owned = min(places[c.name][0] for c in COLUMNS if c.owner == "device")
         self._bind()
         self._crc = self.crc()
@@ -134,6 +135,10 @@ class StateTensor:
     def _bind(self) -> None:
         self.host: Mapping[str, Tensor] = _views(self._mirror, self.slots)
         self.device: Mapping[str, Tensor] = _views(self._bytes, self.slots)
+        # The same memory for single numbers: a tensor takes ten times as long for one.
+        self._numbers = {name: view.numpy() for name, view in self.host.items()}
+        self._there = {n: v.numpy() for n, v in self.device.items()} if self._bytes.is_cpu else None
+        self._known = self._mirror[: self._owned].numpy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateTensor:
         made = StateTensor(self.slots, self.place)
@@ -146,14 +151,24 @@ class StateTensor:
 
     def get(self, name: str, slot: int) -> Any:
         """A value of the mirror as a Python number."""
-        return self.host[name][slot].item()
+        return self._numbers[name][slot].item()
+
+    def column(self, name: str) -> list[Any]:
+        """A column of the mirror as Python numbers."""
+        return self._numbers[name].tolist()
+
+    def row(self, name: str, slot: int) -> list[float]:
+        """A wide column of one slot, from the mirror."""
+        return self._numbers[name][slot].tolist()
 
     def set(self, slot: int, **values: float | int) -> None:
         """Write columns of a slot in the mirror and on the device. Neither waits for the device."""
         for name, value in values.items():
-            self.host[name][slot] = value
-            # A kernel takes the number along; an assignment would copy it from the host and wait.
-            self.device[name].select(0, slot).fill_(value)
+            self._numbers[name][slot] = value
+            if self._there is not None:
+                self._there[name][slot] = value
+            else:  # a kernel takes the number along; an assignment would copy it from the host and wait
+                self.device[name].select(0, slot).fill_(value)
         self._crc = self.crc()
 
     def clear(self, slot: int, *names: str) -> None:
@@ -165,10 +180,10 @@ class StateTensor:
 
     def crc(self) -> int:
         """CRC-32 of the mirror, the columns that the host owns."""
-        return self._crc_of(self._mirror)
+        return zlib.crc32(self._known.data)
 
     def _crc_of(self, data: Tensor) -> int:
-        return zlib.crc32(data[: self._owned].numpy().tobytes())  # the host's columns come first
+        return zlib.crc32(data[: self._owned].numpy().data)
 
     def fetch(self, layer: str) -> None:
         """One copy of the device's bytes; the mirror then knows the device's own columns. E1010 when the
