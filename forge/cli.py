@@ -89,6 +89,7 @@ def _blueprint(path: Path) -> Any:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--pipeline", "pipelines", multiple=True, help="Pipeline, repeatable (default: fast).")
 @TARGET
+@click.option("--objective", "objectives", multiple=True, help="speed (default) or memory, repeatable.")
 @click.option(
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )
@@ -100,6 +101,7 @@ def compile_(
     paths: tuple[str, ...],
     pipelines: tuple[str, ...],
     targets: tuple[str, ...],
+    objectives: tuple[str, ...],
     replay: Path | None,
     deny: tuple[str, ...],
     budget: str | None,
@@ -116,6 +118,7 @@ def compile_(
         options = {
             "pipelines": pipelines or ("fast",),
             "targets": targets or ("auto",),
+            "objectives": objectives or ("speed",),
             "library": store,
             "replay": _journal(replay) if replay else None,
             "deny": deny,
@@ -171,33 +174,30 @@ def tune_(
     from forge.service import as_json as row
     from library.store import Library
 
-    with _errors(as_json), Library.open(library, roles=("compiler",)) as store:
+    with _errors(as_json), Library.open(library, roles=("compiler",)) as store, _progress(as_json) as tell:
         if (artifact_id is None) is (time_only is None):
             raise EsperError("E0528", "tune takes an artifact, or --time-only FILE", exit_code=EXIT_USAGE)
-        if time_only is not None or build_only is not None:
-            with _progress(as_json) as tell:
-                if time_only is not None:
-                    spent = _seconds(budget)
-                    found = tuning.time_candidates(store, time_only, output, budget_s=spent, progress=tell)
-                else:
-                    place = Path(str(build_only))
-                    found = tuning.build_candidates(
-                        store, str(artifact_id), place, trials=trials, progress=tell
-                    )
-            counts = "{candidates} candidates of {groups} groups, {failed} refused  {file}".format(**found)
-            click.echo(json.dumps(found, indent=1) if as_json else counts)
-            return
-        with _progress(as_json) as tell:
-            made = tuning.tune_artifact(
-                store, str(artifact_id), budget_s=_seconds(budget), measured=measured, progress=tell
-            )
-        click.echo(f"{made.artifact_id}  {made.seconds['total']:.1f} s", err=as_json)
-        for warning in dict.fromkeys(made.warnings):
-            click.echo(warning.strip(), err=True)
-        if as_json:
-            click.echo(
-                json.dumps({"schema": "esper-compile/1", "artifacts": [row(made)], "errors": []}, indent=1)
-            )
+        name, seconds = str(artifact_id), _seconds(budget)
+        if time_only is not None:
+            found = tuning.time_candidates(store, time_only, output, budget_s=seconds, progress=tell)
+        elif build_only is not None:
+            found = tuning.build_candidates(store, name, build_only, trials=trials, progress=tell)
+        else:
+            made = tuning.tune_artifact(store, name, budget_s=seconds, measured=measured, progress=tell)
+            found = {"schema": "esper-compile/1", "artifacts": [row(made)], "errors": []}
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    click.echo(_tuned(found))
+    for warning in dict.fromkeys(w for r in found.get("artifacts", ()) for w in r["warnings"]):
+        click.echo(warning.strip(), err=True)
+
+
+def _tuned(found: dict[str, Any]) -> str:
+    if "artifacts" not in found:
+        return "{candidates} candidates of {groups} groups, {failed} refused  {file}".format(**found)
+    (made,) = found["artifacts"]
+    return f"{made['artifact_id']}  {made['seconds']['total']:.1f} s"
 
 
 def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> Any:

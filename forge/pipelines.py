@@ -100,7 +100,9 @@ def save(work: Work) -> Work:
     if work.joint is None:
         return work
     card = work.target.kind != "cpu"
-    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card))
+    leaves = frozenset(v.name for v in work.blueprint.leaves if v.kind != "input")
+    resident = leaves if work.objective == "memory" else None
+    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card, resident))
 
 
 def plan(work: Work) -> Work:
@@ -218,8 +220,18 @@ TUNED: tuple[Step, ...] = (*FRONT, ("tune", tune), *BACK)
 STANDARD = Pipeline("standard", "300 tiles measured on the card that is here, within 5 minutes", TUNED)
 AGGRESSIVE = Pipeline("aggressive", "as many tiles as the budget allows (30 minutes if not told)", TUNED)
 PIPELINES = {p.name: p for p in (FAST, STANDARD, AGGRESSIVE)}
+OBJECTIVES = ("speed", "memory")
+"""What an artifact is made for: `memory` keeps the fewest bytes between forward and backward."""
 EFFORTS: dict[str, tuple[int, float]] = {"standard": (300, 300.0), "aggressive": (100_000, 1800.0)}
 """Trials and seconds of the pipelines that measure."""
+
+
+def objective(name: str) -> str:
+    """The name itself; E0529 names the known ones."""
+    if name not in OBJECTIVES:
+        hint = f"one of: {', '.join(OBJECTIVES)}"
+        raise EsperError("E0529", f"unknown objective {name!r}", hint=hint, exit_code=EXIT_USAGE)
+    return name
 
 
 def pipeline(name: str) -> Pipeline:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from forge.emit.triton import emit_kernel
 from forge.emit.triton_scalars import preamble
 from forge.lower import Kernels
 from forge.pass_manager import run
-from forge.pipelines import EFFORTS, pipeline
+from forge.pipelines import EFFORTS, objective, pipeline
 from forge.target import resolve
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal
@@ -56,6 +57,7 @@ def compile_blueprint(
     *,
     pipelines: Sequence[str] = ("fast",),
     targets: Sequence[str] = ("auto",),
+    objectives: Sequence[str] = ("speed",),
     library: Library,
     progress: Callable[[str], None] = lambda step: None,
     replay: object = None,
@@ -63,7 +65,7 @@ def compile_blueprint(
     deny: Sequence[str] = (),
     budget_s: float | None = None,
 ) -> list[CompileResult]:
-    """Every pipeline x target; nothing is written for a combination that fails, the others stand.
+    """Every pipeline x target x objective; nothing is written for one that fails, the others stand.
 
     `replay` is a tuning journal (parsed JSON): its choices are made again and nothing is measured.
     `incumbents` is one too: a pipeline that measures starts from its tiles. `deny` are codes of warnings that
@@ -76,15 +78,14 @@ def compile_blueprint(
         if not target.stored:
             hint = "`esper-forge print` and `explain` take it"
             raise EsperError("E0515", f"nothing is stored for {target.name}", hint=hint, exit_code=EXIT_USAGE)
-        for name in pipelines:
+        for name, aim in product(pipelines, map(objective, objectives)):
             started = time.perf_counter()
             journal = incumbents if replay is None else replay
             kernels = Kernels(choices=Choices() if journal is None else read_journal(journal))
             told = partial(_told, progress, f"{target.name} {pipeline(name).name}")
             tuning = replace(_tuning(name, budget_s, library, told), replayed=replay is not None)
-            work = Work(
-                blueprint, target, pipeline(name).name, denied=tuple(deny), kernels=kernels, tuning=tuning
-            )
+            given = {"denied": tuple(deny), "kernels": kernels, "tuning": tuning}
+            work = Work(blueprint, target, pipeline(name).name, aim, **given)
             work = run(pipeline(name), work, progress=told)
             out.append(_store(work, library, time.perf_counter() - started))
     return out
@@ -116,12 +117,13 @@ def compile_file(
     )
 
 
-def front(blueprint: Blueprint, target_name: str, name: str = "fast") -> Work:
+def front(blueprint: Blueprint, target_name: str, name: str = "fast", aim: str = "speed") -> Work:
     """The work up to the plans, without building: for `explain` and `print`."""
     chosen = pipeline(name)
     steps = tuple(s for s in chosen.steps if s[0] not in ("build", "package"))
     return run(
-        type(chosen)(chosen.name, chosen.summary, steps), Work(blueprint, resolve(target_name), chosen.name)
+        type(chosen)(chosen.name, chosen.summary, steps),
+        Work(blueprint, resolve(target_name), chosen.name, objective(aim)),
     )
 
 

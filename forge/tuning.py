@@ -45,8 +45,8 @@ def tune_artifact(
     blueprint, record, journal = _again(library, artifact_id)
     name = record.pipeline if record.pipeline in EFFORTS else "standard"
     (result,) = compile_blueprint(
-        blueprint, pipelines=(name,), targets=(record.target,), library=library,
-        progress=progress, incumbents=journal, budget_s=budget_s,
+        blueprint, pipelines=(name,), targets=(record.target,), objectives=(record.objective,),
+        library=library, progress=progress, incumbents=journal, budget_s=budget_s,
     )  # fmt: skip
     return result
 
@@ -69,7 +69,7 @@ def build_candidates(
     chosen = pipeline(record.pipeline)
     steps = tuple(s for s in chosen.steps if s[0] not in ("tune", "build", "package"))
     kernels = Kernels(choices=read_journal(journal))
-    work = Work(blueprint, resolve(record.target), chosen.name, kernels=kernels)
+    work = Work(blueprint, resolve(record.target), chosen.name, record.objective, kernels=kernels)
     work = run(replace(chosen, steps=steps), work)
     found = halves.build_only(work.kernels, work.target, toolchain_of(work.target), trials, progress)
     halves.write(found, path)

@@ -100,8 +100,11 @@ def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
     return is_dense(view) and TensorType(whole.dtype, view.shape).numel == whole.numel
 
 
-def choose_saved(joint: Joint, sizes: Mapping[str, int], card: bool = True) -> tuple[str, ...]:
-    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card)
+def choose_saved(
+    joint: Joint, sizes: Mapping[str, int], card: bool = True, resident: frozenset[str] | None = None
+) -> tuple[str, ...]:
+    """What the forward hands to the backward (forge.passes.save)."""
+    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card, resident)
 
 
 def _owned(

@@ -7,11 +7,14 @@ another computed value is written and read (twice). Contractions and reductions 
 pointwise values and views are recomputed for nothing, since they land in a kernel that reads their operands
 anyway. Ties go to leaves, so that no kernel writes what exists already. (Chen et al. 2016; the min-cut form
 is that of torch's functorch partitioner.)
+
+The objective `memory` prices what stays in memory between forward and backward instead: parameters are there
+anyway, everything else counts its bytes once, and everything may be computed again, products too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import networkx
 
@@ -23,19 +26,24 @@ RECOMPUTED = ("pointwise", "movement", "creation")
 
 
 def saved_values(
-    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], card: bool = True
-) -> tuple[str, ...]:
+    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], card: bool = True,
+    resident: frozenset[str] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
-    prices. On a `card` a kernel reads rows of a table itself, so that it does so again for
-    nothing; on a processor a convolution takes the bias that is added to it, and its result has no memory.
+    prices. With `resident`, the leaves that are in memory anyway, the fewest bytes are kept. On a `card` a
+    kernel reads rows of a table itself, so that it does so again for nothing; on a processor a convolution
+    takes the bias that is added to it, and its result has no memory.
     """
     late = depends_on(joint, cotangents)
     needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
     needed |= {o for o in joint.outputs if o in needed}
     if not needed:
         return ()
-    stored = _stored(joint, late, card)
-    flow = _network(joint, late, needed, sizes, (*RECOMPUTED, *(("lookup",) if card else ())), stored)
+    if resident is None:
+        again = (*RECOMPUTED, *(("lookup",) if card else ()))
+        flow = _network(joint, late, needed, again, _traffic(joint, sizes, _stored(joint, late, card)))
+    else:
+        flow = _network(joint, late, needed, None, _kept(joint, sizes, resident))
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
     order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
     cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
@@ -51,32 +59,49 @@ def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
     return frozenset(out)
 
 
+def _traffic(joint: Graph, sizes: Mapping[str, int], stored: set[str]) -> Callable[[str], int]:
+    """Bytes written and read because a value is kept."""
+
+    def price(name: str) -> int:
+        if name in joint.inputs:
+            return _read(joint, name, sizes)
+        size = _bytes(joint, name, sizes)
+        # What has memory anyway is preferred where it is about as cheap: no kernel has to make it.
+        return size + 1 if name in stored else 2 * size + size // 64 + 2
+
+    return price
+
+
+def _kept(joint: Graph, sizes: Mapping[str, int], resident: frozenset[str]) -> Callable[[str], int]:
+    """Bytes that stay in memory; of equals leaves, then results."""
+
+    def price(name: str) -> int:
+        if name in resident:
+            return 1
+        return _bytes(joint, name, sizes) + (0 if name in joint.inputs else 1 if name in joint.outputs else 2)
+
+    return price
+
+
 def _network(
-    joint: Graph,
-    late: frozenset[str],
-    needed: set[str],
-    sizes: Mapping[str, int],
-    again: tuple[str, ...],
-    stored: set[str],
-) -> networkx.DiGraph:
+    joint: Graph, late: frozenset[str], needed: set[str], again: tuple[str, ...] | None,
+    price: Callable[[str], int],
+) -> networkx.DiGraph:  # fmt: skip
+    """`again`: kinds of work that may be repeated; None: every kind."""
     flow = networkx.DiGraph()
-    leaves = [v for v in joint.inputs if v not in late]
-    gathered = _gathered(joint)
-    for name in leaves:
+    gathered = set[str]() if again is None else _gathered(joint)
+    for name in (v for v in joint.inputs if v not in late):
         flow.add_edge("source", ("in", name))
-        flow.add_edge(("in", name), ("out", name), capacity=_read(joint, name, sizes))
+        flow.add_edge(("in", name), ("out", name), capacity=price(name))
     for node in joint:
         if node.id in late:
             continue
         kind = lowering_kind(node)
         for name in node.outputs:
             # A view has no memory of its own to keep: without a capacity it is never cut.
-            size = _bytes(joint, name, sizes)
-            # What has memory anyway is preferred where it is about as cheap: no kernel has to make it.
-            own = 2 * size + size // 64 + 2
-            price = {} if kind == "movement" else {"capacity": size + 1 if name in stored else own}
-            flow.add_edge(("in", name), ("out", name), **price)
-            if kind not in again or name in gathered:
+            cost = {} if kind == "movement" else {"capacity": price(name)}
+            flow.add_edge(("in", name), ("out", name), **cost)
+            if name in gathered or (again is not None and kind not in again):
                 flow.add_edge("source", ("in", name))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))
