@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,13 +74,23 @@ class HealthReport:
         return self.signals[ALIASES.get(name, name)]
 
 
+_all = itemgetter(*HEALTH)
+
+
+def _sums(health: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
+    """float64 [slots, len(HEALTH)]; 0 for what a slot does not have."""
+    try:
+        flat = np.fromiter(chain.from_iterable(map(_all, health)), np.float64, len(health) * len(HEALTH))
+    except KeyError:
+        whole = [{**dict.fromkeys(HEALTH, 0.0), **one} for one in health]
+        flat = np.array([_all(one) for one in whole], np.float64)
+    return flat.reshape(-1, len(HEALTH))
+
+
 def health_of(facts: Sequence[SlotFacts]) -> HealthMap:
     """Means from the sums of all slots; what has no samples is NaN."""
-    columns = [f.health for f in facts]
-    by = {
-        name: np.fromiter((c.get(name, 0.0) for c in columns), dtype=np.float64, count=len(columns))
-        for name in HEALTH
-    }
+    sums = _sums([f.health for f in facts])
+    by = {name: sums[:, at] for at, name in enumerate(HEALTH)}
     with np.errstate(invalid="ignore", divide="ignore"):
         norm = by["grad_norm"] / by["grad_samples"]
         found = (

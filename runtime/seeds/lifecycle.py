@@ -8,6 +8,7 @@ threshold and its interval.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -352,15 +353,10 @@ def _found(evidence: Evidence, name: str) -> Measured | None:
     return Measured.exact(float(given))
 
 
-def _holds(value: float, relation: str, threshold: float) -> bool:
-    """False for NaN, whatever the relation."""
-    return {
-        ">=": value >= threshold,
-        "<=": value <= threshold,
-        "<": value < threshold,
-        ">": value > threshold,
-        "==": value == threshold,
-    }[relation]
+_RELATIONS = {
+    ">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq,
+}  # fmt: skip
+"""Of a value and a threshold; False for NaN, all of them."""
 
 
 def ask(gate: str, evidence: Evidence, limits: Limits, *, slot: str = "", epoch: int = 0) -> GateRecord:
@@ -372,7 +368,7 @@ def ask(gate: str, evidence: Evidence, limits: Limits, *, slot: str = "", epoch:
         if found is None:
             checks.append(Check(need.measure, need.relation, threshold, None, None, None, 0, False))
             continue
-        held = _holds(getattr(found, need.bound), need.relation, threshold)
+        held = _RELATIONS[need.relation](getattr(found, need.bound), threshold)
         checks.append(
             Check(need.measure, need.relation, threshold, found.value, found.low, found.high,
                   found.samples, held)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,18 +102,19 @@ class Heuristic(_Stateless):
         improvement = (
             f"plateau: improvement {view.plateau.improvement:.2%} over {view.settings.plateau.window} epochs"
         )
-        ranked = [n for n in view.scores.best() if free(view.packet, view.scores.slots[n])]
-        good = [n for n in ranked if view.scores.total[n] >= view.settings.sites.min_score]
+        ranked = (n for n in view.scores.best() if free(view.packet, view.scores.slots[n]))
+        ahead, needed = list(islice(ranked, LOOKED_AT)), view.settings.sites.min_score
+        good = [n for n in ahead if view.scores.total[n] >= needed]
         if not good:
-            best = view.scores.why(ranked[0], view.packet) if ranked else "no slot was measured enough"
-            where = view.scores.slots[ranked[0]] if ranked else ""
-            least = f"no slot reaches score {view.settings.sites.min_score:g}"
+            best = view.scores.why(ahead[0], view.packet) if ahead else "no slot was measured enough"
+            where = view.scores.slots[ahead[0]] if ahead else ""
+            least = f"no slot reaches score {needed:g}"
             return [*found, Decision(view.epoch, where, WAIT, (improvement, least, best))]
         return found + self._ask(view, good, improvement)
 
     def _ask(self, view: View, good: Sequence[int], improvement: str) -> list[Decision]:
         found: list[Decision] = []
-        for number in good[:LOOKED_AT]:
+        for number in good:
             slot, why = view.scores.slots[number], view.scores.why(number, view.packet)
             choice = view.choose(slot)
             if not choice.artifact:

@@ -57,7 +57,9 @@ class Scores:
 def scores(packet: SystemStatePacket, settings: SiteSettings) -> Scores:
     """Of every slot of the packet; O(slots log slots)."""
     health = packet.health_map
-    widths = np.array([_width(packet, slot) for slot in health.slots])
+    states = packet.seed_states
+    edges = np.array([states[slot].features for slot in health.slots], dtype=np.int64).reshape(-1, 2)
+    widths = edges[:, 1] - edges[:, 0]
     aligned = np.nan_to_num(health.column("gain_alignment"))
     weighed = np.where(aligned >= settings.min_alignment, aligned.clip(0.0, 1.0), 0.0)
     predicted = np.nan_to_num(health.column("predicted_gain"))
@@ -70,11 +72,6 @@ def scores(packet: SystemStatePacket, settings: SiteSettings) -> Scores:
     )
     both = np.where(health.samples >= settings.min_samples, gain + distance, np.nan)
     return Scores(health.slots, both, gain, distance)
-
-
-def _width(packet: SystemStatePacket, slot: str) -> int:
-    first, last = packet.seed_states[slot].features
-    return last - first
 
 
 def _distance(values: Array, widths: NDArray[np.int64], *, high: bool = False) -> Array:
