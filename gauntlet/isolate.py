@@ -149,8 +149,10 @@ class ForkServer:
         arguments: bytes,
         limits: Limits,
         on_event: Callable[[Event], None] | None = None,
+        word: str = "",
     ) -> Ending:
-        """Run `target` ("gauntlet.module:function") in a fresh worker and wait for its end."""
+        """Run `target` ("gauntlet.module:function") in a fresh worker and wait for its end. `word`: what
+        every message of the worker begins with; one without it is somebody else's, and ends the worker."""
         files = [os.memfd_create(name) for name in ("arguments", "output", "spill")]
         watch_read, watch_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         status_read, status_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -161,7 +163,7 @@ class ForkServer:
             self._send(request, [files[0], watch_write, files[1], files[2], status_write])
             os.close(watch_write)
             os.close(status_write)
-            watch = _Watch(watch_read, status_read, limits, on_event)
+            watch = _Watch(watch_read, status_read, limits, on_event, word.encode())
             return watch.until_end(files[1], files[2])
         finally:
             for fd in (*files, watch_read, status_read):
@@ -212,6 +214,7 @@ class _Watch:
     status: int
     limits: Limits
     on_event: Callable[[Event], None] | None
+    word: bytes = b""
     events: list[Event] = field(default_factory=list)
     pid: int = 0
     ended: dict[str, Any] | None = None
@@ -256,6 +259,10 @@ class _Watch:
         return bool(data)
 
     def _take(self, fd: int, line: bytes) -> None:
+        if fd == self.result and not line.startswith(self.word):
+            self._kill(CRASH, "candidate code spoke in the judge's name")
+            return
+        line = line.removeprefix(self.word) if fd == self.result else line
         try:
             message = json.loads(line)
         except ValueError:
@@ -311,7 +318,7 @@ class _Watch:
             return self.verdict
         if self.ended is None:
             return MACHINE, "the process that runs candidates was lost"
-        if self.ended["exit"] == 0 and any(e.get("event") == "done" for e in self.events):
+        if self.ended["exit"] == 0 and not self.launch and any(e.get("event") == "done" for e in self.events):
             return FINISHED, ""
         return _ended_early(self.ended["exit"], self.launched)
 

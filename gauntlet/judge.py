@@ -44,11 +44,13 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
     """The job of a worker and the artifact under test, in a process that has given up what it does not need.
     No candidate code is loaded."""
 
-    def emit(event: Mapping[str, Any]) -> None:
-        os.write(result, json.dumps(event).encode() + b"\n")
-
     job, case, container = decode_job(_read(arguments))
     os.close(arguments)
+    word = str(job.pop("word", "")).encode()
+
+    def emit(event: Mapping[str, Any]) -> None:
+        os.write(result, word + json.dumps(event).encode() + b"\n")
+
     subject = Subject(unpack(container), torch.device(job["device"]))
     subject.hurry = bool(job["quick"])
     if case:
@@ -71,10 +73,13 @@ def run(arguments: int, result: int, spill: int) -> None:
     """The worker of `prove` and `replay`."""
     job, context = opened(arguments, result)
     recipe = Recipe.of(job["recipe"]) if job.get("recipe") else None
+    chosen = [
+        stage for stage in all_stages()
+        if (not job.get("stages") or stage.name in job["stages"]) and (stage.quick or not job["quick"])
+    ]  # fmt: skip
+    context.emit({"event": "plan", "stages": [stage.name for stage in chosen]})
     try:
-        for stage in all_stages():
-            if (job.get("stages") and stage.name not in job["stages"]) or (job["quick"] and not stage.quick):
-                continue
+        for stage in chosen:
             if not run_stage(stage, context, recipe, spill):
                 break
     except Exception as error:

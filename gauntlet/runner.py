@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -215,9 +216,14 @@ def judge(
         if progress:
             progress(artifact_id, event)
 
-    ending = server.run("gauntlet.judge:run", encode_job(job, container, case), limits, tell)
+    def ended() -> Ending:
+        word = secrets.token_hex(16)
+        data = encode_job({**job, "word": word}, container, case)
+        return server.run("gauntlet.judge:run", data, limits, tell, word)
+
+    ending = ended()
     if ending.kind in (ENDLESS, MEMORY, MACHINE):
-        ending = server.run("gauntlet.judge:run", encode_job(job, container, case), limits, tell)
+        ending = ended()
     found = _judgement(ending, time.monotonic() - began)
     if (
         found.passed is False
@@ -236,6 +242,9 @@ def _judgement(ending: Ending, seconds: float) -> Judgement:
     context = {k: v for k, v in (ending.last("context") or {}).items() if k != "event"}
     failed = next((s for s in stages if s.outcome == "failed"), None)
     if ending.kind == FINISHED:
+        planned = (ending.last("plan") or {"stages": ()})["stages"]
+        if failed is None and [s.name for s in stages] != list(planned):
+            return Judgement(None, "not every stage gave a result", tuple(stages), context, seconds)
         reason = f"{failed.name}: {failed.reason}" if failed else ""
         return Judgement(failed is None, reason, tuple(stages), context, seconds, ending.spill)
     running = (ending.last("stage") or {"name": "loads"})["name"]

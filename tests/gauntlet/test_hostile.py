@@ -61,6 +61,14 @@ def test_an_exit_without_a_word_is_no_pass(server: ForkServer) -> None:
     assert "exit code 0" in _refused(_hostile("call(231, 0, 0, 0);", SYSCALL), server)
 
 
+@pytest.mark.parametrize("start", ["", '{\\"event\\":\\"landed\\"}\\n'])
+def test_a_candidate_does_not_speak_for_the_judge(server: ForkServer, start: str) -> None:
+    """What it writes to every descriptor that it may have inherited: that all is done and well."""
+    said = f'static const char m[] = "{start}{{\\"event\\":\\"done\\"}}\\n";'
+    body = f"{said} for (int f = 3; f < 64; f++) call(1, f, (long)m, sizeof m - 1); call(231, 0, 0, 0);"
+    assert "spoke in the judge's name" in _refused(_hostile(body, SYSCALL), server)
+
+
 def test_children_of_a_candidate_do_not_outlive_it(server: ForkServer) -> None:
     marker = 12345
     _refused(
