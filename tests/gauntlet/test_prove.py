@@ -134,3 +134,33 @@ def test_nothing_pending(home: Path) -> None:
     assert run.exit_code == 0 and json.loads(run.stdout)["verdicts"] == []
     absent = CliRunner().invoke(main, ["bench", "--json", "--library", str(home.parent / "elsewhere")])
     assert absent.exit_code == 10 and json.loads(absent.stdout)["error"]["code"] == "E0701"
+
+
+REJECTED = {
+    "memory": (("y[r * C + c] = v != v", "y[r * C + c + (r == 2)] = v != v"), "memory"),
+    "numerics": (("v = v + b[c];", "v = v - b[c];"), "numerics"),
+    "gradients": (WRONG_MASK, "gradients"),
+    "machine code": (("KERNEL(affine_fwd)", "int counter = 1;\nKERNEL(affine_fwd)"), "integrity"),
+}
+
+
+@pytest.mark.parametrize("kind", REJECTED)
+def test_every_rejection_says_what_ran_and_can_be_replayed(home: Path, server: ForkServer, kind: str) -> None:
+    change, stage = REJECTED[kind]
+    artifact = put(home, handmade.edit(toys.affine(), change))
+    found = runner.prove(artifact, library=home, server=server, quick=True)
+    assert found.passed is False and found.stages[-1].name == stage, found.reason
+    with Library.open(home, readonly=True) as library:
+        verdict = library.verdict(artifact)
+    assert verdict and verdict.report["hardware_context"]["cases"] == "quick"
+    told = {s["name"]: s["outcome"] for s in verdict.report["stages"]}
+    assert list(told)[-1] == stage and told.pop(stage) == "failed" and set(told.values()) <= {"passed"}
+    shown = CliRunner().invoke(main, ["show", artifact, "--library", str(home)])
+    assert all(name in shown.output for name in (*told, stage)) and found.stages[-1].reason in shown.output
+    assert bool(found.case) == (stage != "integrity"), "where nothing ran there is no input"
+    if found.case:
+        assert f"esper-gauntlet replay {found.case[:16]}" in shown.output
+        again = runner.replay(found.case, library=home, server=server)
+        assert again.passed is False and [s.name for s in again.stages] == [stage]
+        tensors = cases.load(home / runner.CASES, found.case).tensors
+        assert {"x", "w", "b"} <= set(tensors)
