@@ -23,7 +23,8 @@ from typing import Any
 import click
 import torch
 
-from bench import bits, faults, figures, growth, host, load, peers, results, risk, whole
+from bench import bits, faults, figures, growth, host, load, peers, results, risk, tuner, whole
+from bench import gauntlet as repeated
 from bench.blocks import SIZES, Block, Sizes, available
 from bench.crew import MIN_S, Crew, Job, Means, end_well, say
 from bench.measure import QUICK, Effort, ceilings
@@ -37,7 +38,8 @@ from library.store import Library
 
 BENCHES = ("blocks", "host", "load", "bits")
 # Only when named: host and load are part of the first.
-ASKED = ("runtime", "models", "faults", "growth", "risk")
+ASKED = ("runtime", "models", "faults", "growth", "risk", "gauntlet", "tuner")
+OWN = ("faults", "growth", "risk", "gauntlet", "tuner")  # have artifacts of their own
 CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes it is used for
 LIMIT_S = 170.0
 MODES = ("plain", "graphed", "stack16")
@@ -329,7 +331,11 @@ def main(
         failed += growth.alone(only, out)
     if "risk" in asked:  # trains with what `faults` judges
         failed += risk.alone(out)
-    asked = tuple(bench for bench in asked if bench not in ("faults", "growth", "risk"))
+    if "gauntlet" in asked:  # measures a library of its own
+        failed += repeated.alone(out, quick)
+    if "tuner" in asked:  # builds the candidates that it times
+        failed += tuner.alone(only, out, quick)
+    asked = tuple(bench for bench in asked if bench not in OWN)
     if not asked:
         sys.exit(failed)
     with opened(library, only, options["models"] if "models" in asked else "") as (store, compiled):

@@ -15,7 +15,7 @@ import math
 import random
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,12 @@ LEAST = 4
 
 def build_only(
     kernels: Kernels, target: Target, toolchain: str, trials: int,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None, only: Collection[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Candidates of every group, about `trials` of them: the tiles nearest to the prior, by the bytes that
-    the groups move, at least a few each.
+    the groups move, at least a few each. `only`: keys of the groups, all without it.
     """
-    hunts = hunts_of(kernels)
+    hunts = [h for h in hunts_of(kernels) if only is None or h.key in only]
     weight = sum(h.floor_us for h in hunts) or 1.0
     asked: list[tuple[Hunt, Tile]] = []
     for hunt in hunts:
@@ -58,9 +58,7 @@ def build_only(
         work = [(kernels.sites[h.key], h.key, tile) for h, tile in part]
         made = candidates.build(work, kernels.choices.given, target)
         rows += [_row(h, tile, found) for (h, tile), found in zip(part, made, strict=True)]
-    groups = [
-        {"key": h.key, "group": h.group, "prior": _tile(h.prior), "floor_us": h.floor_us} for h in hunts
-    ]
+    groups = [{**h.report(), "trials": []} for h in hunts]
     return {
         "schema": SCHEMA, "target": target.name, "arch": target.arch, "toolchain": toolchain,
         "groups": groups, "candidates": rows,
@@ -136,11 +134,7 @@ def _read(
 ) -> tuple[list[Hunt], dict[tuple[str, str], Built], list[tuple[Hunt, Trial]]]:
     """Groups, candidates by key and tile, and those that could not be built."""
     try:
-        listed = [
-            Hunt(str(g["key"]), str(g["group"]), tile_of("prior", g["prior"]), float(g["floor_us"]))
-            for g in document["groups"]
-        ]
-        hunts = {hunt.key: hunt for hunt in listed}
+        hunts = {str(g["key"]): hunt_of(g) for g in document["groups"]}
         built, failed = {}, []
         for row in document["candidates"]:
             key, tile = str(row["key"]), tile_of("candidate", row)
@@ -154,6 +148,12 @@ def _read(
         return list(hunts.values()), built, failed
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _bad(f"{type(error).__name__}: {error}") from error
+
+
+def hunt_of(group: Mapping[str, Any]) -> Hunt:
+    """A group of a document, nothing tried."""
+    prior = {"kind": group["kind"], "tile": group["prior"]}
+    return Hunt(str(group["key"]), str(group["group"]), tile_of("prior", prior), float(group["floor_us"]))
 
 
 def take(document: Mapping[str, Any], store: Store) -> int:

@@ -88,7 +88,7 @@ def _hunt(
     bench.measure([(h, h.prior) for h in hunts], ROUNDS)
     _shares(hunts, effort)
     while time.monotonic() - started < effort.seconds:
-        batch = _batch(hunts)
+        batch = next_tiles(hunts)
         if not batch:
             break
         done = sum(len(h.trials) for h in hunts)
@@ -108,8 +108,8 @@ def _shares(hunts: Sequence[Hunt], effort: Effort) -> None:
         hunt.share = max(int(effort.trials * each / total), 4) if each else 1
 
 
-def _batch(hunts: Sequence[Hunt]) -> list[tuple[Hunt, Tile]]:
-    """The next tiles of all hunts that have trials left, a few of each."""
+def next_tiles(hunts: Sequence[Hunt]) -> list[tuple[Hunt, Tile]]:
+    """What to try next: the tiles of all hunts that have trials left, a few of each."""
     out: list[tuple[Hunt, Tile]] = []
     waiting: list[list[tuple[Hunt, Tile]]] = []
     for hunt in hunts:

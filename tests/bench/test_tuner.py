@@ -1,0 +1,72 @@
+"""How far chosen tiles are from the best: drawn groups, the search told of times, figures."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import tuner
+from forge.plan import RowTile
+from forge.tune import halves, space
+
+PRIOR = RowTile(1, 4, 128, 1)
+
+
+def group(us: Any) -> dict[str, Any]:
+    """As `time_only` gives it, every tile near the prior with the time that `us` says."""
+    tiles = halves.around(PRIOR, 40)
+    rows = [{"kind": "RowTile", "tile": asdict(t), "us": us(t), "low": us(t), "high": us(t)} for t in tiles]
+    return {
+        "key": "k",
+        "group": "g",
+        "kind": "RowTile",
+        "prior": asdict(PRIOR),
+        "floor_us": 1.0,
+        "trials": rows,
+    }
+
+
+def test_what_the_search_finds_is_between_the_first_and_the_best() -> None:
+    far = max(halves.around(PRIOR, 40), key=lambda t: space.distance(t, PRIOR))
+
+    def us(tile: Any) -> float:
+        return 100.0 - 10.0 * (space.distance(PRIOR, far) - space.distance(tile, far))
+
+    document = {"block": "b", "share": 40}
+    row = tuner.row_of(group(us), document)
+    assert row["fast_off_percent"] > 10 and row["best"]["tile"] == asdict(far)
+    assert row["standard_off_percent"] == 0, "downhill all the way"
+    assert (
+        tuner.row_of(group(us), {**document, "share": 1})["standard_off_percent"] == row["fast_off_percent"]
+    )
+    flat = tuner.row_of(group(lambda tile: 5.0), document)
+    assert flat["fast_off_percent"] == flat["standard_off_percent"] == 0
+    found = tuner.figures([row, flat])
+    assert found["fast_off_percent_max"]["met"] is False and found["standard_off_percent_max"]["met"] is True
+    untimed = group(us)
+    untimed["trials"] = [{"kind": "RowTile", "tile": asdict(PRIOR), "wrong": "crashed"}]
+    missing = tuner.row_of(untimed, document)
+    assert (
+        "no time" in missing["why"] and tuner.figures([row, missing])["fast_off_percent_max"]["value"] is None
+    )
+
+
+def test_groups_are_drawn_by_kind_and_built(tmp_path: Path) -> None:
+    drawn = tuner._drawn({}, "h100", 6, 0, ("rmsnorm", "small_mlp"), 0.0)
+    assert (
+        len(drawn)
+        == len(set(drawn))
+        == 6
+        == len(tuner._drawn({}, "h100", 6, 0, ("rmsnorm", "small_mlp"), 0.0))
+    )
+    assert drawn == tuner._drawn({}, "h100", 6, 0, ("rmsnorm", "small_mlp"), 0.0)
+    assert drawn != tuner._drawn({}, "h100", 6, 1, ("rmsnorm", "small_mlp"), 0.0)
+    (path,) = tuner.make(tmp_path, "h100", 1, 4, 0, ("rmsnorm",), 0.0)
+    document = halves.read(path, halves.SCHEMA)
+    assert document["block"] == "rmsnorm_residual" and len(document["groups"]) == 1
+    assert len(document["candidates"]) == 4 and document["share"] >= 4
+    with pytest.raises(Exception, match="no h100 here"):
+        tuner.measured(tmp_path, 10.0)
