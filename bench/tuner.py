@@ -51,7 +51,7 @@ def make(
     for block, key in _drawn(works, target, groups, seed, only, least_us):
         chosen.setdefault(block, []).append(key)
     if not chosen:
-        raise click.ClickException("none of these blocks has a group that can be tuned and moves enough bytes")
+        raise click.ClickException("no group of these blocks can be tuned and moves enough bytes")
     made = []
     for block, keys in sorted(chosen.items()):
         work = works[block]
