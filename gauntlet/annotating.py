@@ -68,11 +68,21 @@ def annotate(library: Library, ids: Iterable[str] = ()) -> tuple[dict[str, dict[
             raise known.problems[name]
     said = {}
     for name in asked or known.reports:
-        good = name in known.reports
-        found = {**_said(known, peers, name), **scorer.of(name).annotation()} if good else {}
+        found = {}
+        if name in known.reports:
+            found = {**_said(known, peers, name), **_scored(scorer, known, name)}
         said[name] = _signed(library, name, found)
     write_peers(library.home, peers)
     return said, known
+
+
+def _scored(scorer: Scorer, known: Known, name: str) -> dict[str, Any]:
+    """The risk; an artifact that cannot be scored is named, and tagged all the same."""
+    try:
+        return scorer.of(name).annotation()
+    except EsperError as error:
+        known.problems[name] = error
+        return {}
 
 
 def _said(known: Known, peers: Peers, name: str) -> dict[str, Any]:

@@ -138,13 +138,20 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
             click.echo(f"no verdict yet: esper-gauntlet bench {record.id}")
             return
         for stage in verdict.report["stages"]:
-            click.echo(
-                f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}"
-            )
-            for key, value in sorted(stage["metrics"].items()):
-                click.echo(f"           {key} = {value}")
-            if stage["case"]:
-                click.echo(f"           esper-gauntlet replay {stage['case'][:16]}")
+            _say_stage(stage)
+        click.echo("  profile")
+        for key, value in verdict.report.get("wep", {}).items():
+            click.echo(f"           {key} = {value}")
+
+
+def _say_stage(stage: dict[str, Any]) -> None:
+    """One stage with its numbers; the profile follows, distributions are for --json."""
+    click.echo(f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}")
+    for key, value in sorted(stage["metrics"].items()):
+        if key not in ("profile", "works"):
+            click.echo(f"           {key} = {value}")
+    if stage["case"]:
+        click.echo(f"           esper-gauntlet replay {stage['case'][:16]}")
 
 
 @main.command()

@@ -277,8 +277,8 @@ def _compile_seconds(library: Library, artifact_id: str) -> float | str:
     """As the compiler signed it."""
     try:
         told = json.loads(library.side_file(artifact_id, "provenance.json"))
-        return float(told["seconds"]["total"])
-    except (EsperError, ValueError, KeyError, TypeError):
+        return round(sum(float(seconds) for seconds in told["seconds"].values()), 4)
+    except (EsperError, ValueError, KeyError, TypeError, AttributeError):
         return UNMEASURED
 
 

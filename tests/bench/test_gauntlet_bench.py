@@ -1,0 +1,95 @@
+"""The bench of measurement and tags, on a library of invented reports."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gauntlet, results
+from gauntlet.annotating import annotate
+from library.manifest import pack, unpack
+from library.store import Library
+from tests.faults import handmade, toys
+from tests.gauntlet.test_page import report
+
+MANY = 64
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Invented numbers about one hand-made block in as many versions."""
+    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    draw, given = random.Random(7), unpack(handmade.build(toys.affine()))
+    manifest = {k: v for k, v in given.manifest.items() if k not in ("artifact_id", "blobs")}
+    blobs = [(b["name"], b["kind"], bytes(given.blobs[b["name"]])) for b in given.manifest["blobs"]]
+    library = Library.open(tmp_path / "library", roles=("compiler", "validator"))
+    for at in range(MANY):
+        version = hashlib.sha256(b"%d" % at).hexdigest()
+        made = library.put_artifact(pack({**manifest, "version": version}, blobs)).id
+        numbers: dict[str, Any] = {
+            "roofline_share": round(draw.random(), 2), "memory_mb_peak": draw.random(), "bytes_moved": 1000,
+            "precision_drift_vs_fp64": draw.random() / 256, "tolerance_used": draw.random(),
+            "dtype": "bfloat16", "op_class": "product" if at < 40 else "scan",
+        }  # fmt: skip
+        library.record_verdict(made, report(made, **numbers), passed=True)
+    return library
+
+
+def test_queries_by_tag_return_the_percentile_sets(shelf: Library) -> None:
+    """Speeds are rounded, so that there are ties."""
+    _, known = annotate(shelf)
+    lines = gauntlet.check_tags(shelf, known.reports)
+    assert {(line["class"], line["tag"]) for line in lines} >= {
+        ("product", "high_speed"), ("product", "numerically_stable"), ("scan", "medium_memory"),
+    }  # fmt: skip
+    assert all(line["expected"] == line["returned"] for line in lines)
+    assert not any(line["missing"] or line["too_many"] for line in lines)
+    assert sum(line["expected"] for line in lines if line["tag"].endswith("_speed")) == MANY
+
+
+def test_a_wrong_tag_is_found_and_history_is_kept(shelf: Library) -> None:
+    said, known = annotate(shelf)
+    before = {name: shelf.annotations(name) for name in said}
+    fast = next(name for name, found in said.items() if "high_speed" in found["generated_tags"])
+    slower = ["low_speed", "basis:percentile"]
+    shelf.annotate(fast, {**said[fast], "generated_tags": slower})
+    wrong = [
+        line for line in gauntlet.check_tags(shelf, known.reports) if line["missing"] or line["too_many"]
+    ]
+    assert fast in next(line for line in wrong if line["tag"] == "high_speed")["missing"]
+    assert fast in next(line for line in wrong if line["tag"] == "low_speed")["too_many"]
+    annotate(shelf)
+    assert gauntlet.retagged(shelf, list(said), before) == {"changed": 1, "lost": 0}
+    assert [v["version"] for v in shelf.annotations(fast)] == [1, 2, 3]
+    before[fast][0]["annotation"] = {}
+    assert gauntlet.retagged(shelf, [fast], before)["lost"] == 1
+
+
+def line(us: Any, variance: float, **more: Any) -> dict[str, Any]:
+    return {"artifact": f"{us}-{variance}", "median_us": us, "variance": variance, "seconds": 100.0,
+            "conditions": "steady", **more}  # fmt: skip
+
+
+def test_the_variance_table_counts_what_is_long_enough(tmp_path: Path) -> None:
+    rows = [line(9.0, 0.5), line(10.0, 0.05), line(500.0, 0.06, again_overlaps=True), line("unresolved", 0.9)]
+    found = gauntlet.document(rows, [], {"changed": 0, "lost": 0}, 4)
+    figures = found["figures"]
+    assert figures["artifacts_from_10_us"]["value"] == 2
+    assert figures["variance_at_most_5_percent"] == results.figure(0.5, "share", 0.95, at_least=True)
+    assert found["over_5_percent"] == ["500.0-0.06"] and figures["artifacts_per_day"]["value"] == 864
+    assert figures["intervals_that_overlap"]["value"] == 1.0
+    assert results.read(results.write(found, tmp_path))["bench"] == "gauntlet"
+    nothing = gauntlet.document([], [], {"changed": 0, "lost": 0}, 0)["figures"]
+    assert nothing["variance_at_most_5_percent"]["value"] is None
+
+
+def test_blueprints_are_a_mixture_of_widths_and_ways() -> None:
+    first = [next_ for next_, _ in zip(gauntlet.blueprints(), range(30), strict=False)]
+    names = {blueprint.name for blueprint, _ in first}
+    assert {"scale_shift_40_f32", "scale_shift_160_f32", "scale_shift_640_f32"} <= names
+    assert {tuple(options) for _, options in first} == {(), ("objectives",), ("pipelines", "budget_s")}
+    assert len(list(gauntlet.blueprints())) >= gauntlet.COUNT
