@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -18,16 +19,34 @@ KINDS = (
 )  # fmt: skip
 
 
-def test_faults_in_triton_text_show_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "tests.faults.interpreted", "affine_relu_40_f32", "70", *KINDS]
+def _told(block: str, rows: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What came of the clean block and of its mutants."""
+    command = [sys.executable, "-m", "tests.faults.interpreted", block, str(rows), *KINDS]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     clean, *faults = json.loads(done.stdout)
+    return clean, faults
+
+
+def _all_seen(clean: dict[str, Any], faults: list[dict[str, Any]]) -> None:
     assert not clean["wrong"] and not clean["races"], "a clean block shows neither"
-    assert {f["kind"] for f in faults} == set(KINDS)
     seen = [bool(f["races"] if f["kind"] == "race" else f["wrong"]) for f in faults]
     hidden = [f for f, s in zip(faults, seen, strict=True) if not s]
     # One row too many is written where nothing lies: fences around every buffer see it, results do not.
     assert all(f["kind"] == "off-by-one extent" for f in hidden), hidden
-    assert {f["kind"] for f, s in zip(faults, seen, strict=True) if s} == set(KINDS)
+    assert {f["kind"] for f, s in zip(faults, seen, strict=True) if s} == {f["kind"] for f in faults}
+
+
+def test_faults_in_triton_text_show_under_the_interpreter() -> None:
+    clean, faults = _told("affine_relu_40_f32", 70)
+    assert {f["kind"] for f in faults} == set(KINDS)
+    _all_seen(clean, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ["rms_residual_40_f32", "softmax_72_f32", "sigmoid_blend_96_f32"])
+def test_they_show_in_blocks_with_sums_and_maxima(block: str) -> None:
+    clean, faults = _told(block, 70)
+    assert len({f["kind"] for f in faults}) >= 5
+    _all_seen(clean, faults)
