@@ -270,8 +270,8 @@ def starter(place: Path, effort: Effort) -> None:
             annotate(library)
             head = results.header("gauntlet")
             note = (
-                f"Proven and measured by commit {head['commit'][:7]} on {head['host']['processor']}, torch "
-                f"{head['versions']['torch']}, {head['date'][:10]}."
+                f"Proven and measured by commit {head['commit'][:7]}{' with changes' * head['dirty']} on "
+                f"{head['host']['processor']}, torch {head['versions']['torch']}, {head['date'][:10]}."
             )
             place.write_text(page.page(entries.read(library), "Esper: the starter library", note), "utf-8")
 

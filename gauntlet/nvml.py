@@ -82,10 +82,19 @@ class Card:
         ecc = self._asked("nvmlDeviceGetEccMode")
         return {
             "nvml": self.absent or "present",
+            "driver": self._driver(),
             "ecc": bool(ecc[0]) if ecc else UNMEASURED,
             "power_limit_watts": _number(self._asked("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
             "max_clock_mhz": _number(self._asked("nvmlDeviceGetMaxClockInfo", 1)),
         }
+
+    def _driver(self) -> str:
+        if self._nvml is None:
+            return UNMEASURED
+        try:
+            return str(self._nvml.nvmlSystemGetDriverVersion())
+        except Exception:  # as above
+            return UNMEASURED
 
     def millijoules(self) -> float | None:
         """Since the driver was loaded."""

@@ -299,7 +299,7 @@ def _report(
         found.reason,
         stages,
         WEP.of(values),
-        {**found.context, "machine": platform.machine(), "system": platform.platform()},
+        {**found.context, **_of_card(stages), "machine": platform.machine(), "system": platform.platform()},
         time.time(),
         round(found.seconds, 3),
         {s.name: _brief(s.metrics) for s in stages},
@@ -307,6 +307,12 @@ def _report(
         policy=POLICY,
     )
     return replace(report, generated_tags=tags.of(report.to_json())) if found.passed else report
+
+
+def _of_card(stages: tuple[StageReport, ...]) -> dict[str, Any]:
+    """Driver, error correction and limits of the card, and its clock while it was measured."""
+    measured = next((s.metrics for s in stages if s.name == profile.NAME), {})
+    return {**measured["card"], "clock_mhz": measured["clock_mhz"]} if "card" in measured else {}
 
 
 def _brief(metrics: Mapping[str, Any]) -> dict[str, Any]:

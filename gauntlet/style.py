@@ -15,7 +15,8 @@ h1{font-size:22px;margin:0 0 4px}
 h2{font-size:17px;margin:26px 0 8px}
 h3{font-size:13px;margin:0 0 4px;color:var(--soft);font-weight:600}
 p{margin:4px 0}
-.half{max-width:480px}td code{white-space:nowrap}td.tags{min-width:250px}.soft{color:var(--soft)}
+.half{max-width:480px}td code{white-space:nowrap}
+td.tags{min-width:215px}td code{font-size:11px}.soft{color:var(--soft)}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13px}
 th,td{padding:5px 8px;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}

@@ -24,7 +24,7 @@ from runtime.timing import Work
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Of the largest tensor that is measured."""
-SETS, SET_BYTES = 3, {"cpu": 1 << 28, "cuda": 8 << 30}
+SETS, SET_BYTES = 3, {"cpu": 1 << 28, "cuda": 2 << 30}
 """Sets of inputs, and what all together may take; one set is always there."""
 COPY = "copy"
 Leaves = dict[str, Tensor]
