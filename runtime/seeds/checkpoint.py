@@ -30,6 +30,7 @@ from runtime.seeds import resuming
 from runtime.seeds.errors import fail
 from runtime.seeds.growth import Growth
 from runtime.seeds.modules import GRAFTS
+from runtime.seeds.ranks import sharded
 
 log = logging.getLogger("esper.growth")
 SCHEMA = "esper-checkpoint/1"
@@ -95,8 +96,9 @@ def names_of(growth: Growth) -> dict[str, nn.Parameter]:
 
 def capture(growth: Growth, **more: Any) -> dict[str, Any]:
     """Model, growth, optimizer by name, schedulers, scaler, random numbers of all ranks; and `more` (plain
-    values)."""
+    values). E1017 for a model whose parameters are sharded."""
     model, surgeon = growth.model, growth.surgeon
+    _refuse_shards(model)
     parameters = names_of(growth)
     kept = {n: t for n, t in model.state_dict().items() if isinstance(t, torch.Tensor) and not _ours(n)}
     host = {n: t.detach().clone() for n, t in kept.items()}
@@ -119,8 +121,9 @@ def capture(growth: Growth, **more: Any) -> dict[str, Any]:
 
 def put_back(growth: Growth, state: Mapping[str, Any]) -> None:
     """Make a run what `capture` found. Errors: E1006 for another model, wrapping, optimizer or number of
-    ranks, and those of loading artifacts; nothing is changed then."""
+    ranks, E1017, and those of loading artifacts; nothing is changed then."""
     model = growth.model
+    _refuse_shards(model)
     _check(growth, state)
     resuming.restore(growth, state["growth"])
     resuming.fill_host(model, {**state["host"], **state["hidden"]})
@@ -145,6 +148,13 @@ def put_back(growth: Growth, state: Mapping[str, Any]) -> None:
         growth.sites[name].state.load_state_dict(columns)
     growth.reselect()
     set_random_state(local["random"])
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    spread = next((n for n, p in model.named_parameters() if sharded(p)), None)
+    if spread is not None:
+        raise fail("E1017", f"{spread} is spread over ranks", node=spread,
+                   hint="torch.distributed.checkpoint; runtime.save_model for the grown model")  # fmt: skip
 
 
 def _check(growth: Growth, state: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ CODES: Mapping[str, tuple[int, str]] = {
     "E1014": (EXIT_NOT_FOUND, "no such slot or site"),
     "E1015": (EXIT_USAGE, "chunks do not divide the features"),
     "E1016": (EXIT_FAILURE, "training cannot go on"),
+    "E1017": (EXIT_USAGE, "checkpoint of a sharded model"),
 }
 
 fail = Refusals(CODES)

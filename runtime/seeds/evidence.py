@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,8 +112,20 @@ def losses(validate: Validate, model: nn.Module) -> tuple[float, ...]:
             module.training = mode
 
 
+def gathered_back(model: nn.Module) -> None:
+    """Modules under `fully_shard` may keep what a forward gathered, and their parameters are copies then:
+    have every rank hold its own shards again."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(fsdp, "FSDPModule", None)
+    found: list[Any] = [m for m in model.modules() if isinstance(m, kind)] if kind is not None else []
+    for module in found:
+        module.reshard()
+
+
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the host with its committed grafts, by name, each once."""
+    """Parameters and buffers of the host with its committed grafts, by name, each once; of sharded ones this
+    rank's shards."""
+    gathered_back(model)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -130,6 +143,7 @@ def as_before(model: nn.Module, before: Mapping[str, Tensor]) -> Iterator[None]:
         _write(here, before)
         yield
     finally:
+        gathered_back(model)
         _write(here, now)
 
 

@@ -379,7 +379,7 @@ def ask(gate: str, evidence: Evidence, limits: Limits, *, slot: str = "", epoch:
 @dataclass(frozen=True)
 class Refusal:
     """A command that was not carried out: `code` E1004 (not in the table, or not for this issuer), E1005 (a
-    gate; `record` has its numbers), E1003, E1012, E1017, or the code of the library or runtime."""
+    gate; `record` has its numbers), E1003, E1012, or the code of the library or runtime."""
 
     code: str
     reason: str

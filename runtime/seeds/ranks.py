@@ -17,6 +17,17 @@ from torch import Tensor
 from runtime.seeds.errors import fail
 
 
+def sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds a part of it (a DTensor)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; of a sharded one a collective call."""
+    held: Any = tensor
+    return held.full_tensor() if sharded(tensor) else tensor
+
+
 class Ranks:
     """The processes of one group; with one process every answer is its own."""
 

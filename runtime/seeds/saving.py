@@ -26,6 +26,7 @@ from runtime.seeds.errors import fail
 from runtime.seeds.growth import Growth
 from runtime.seeds.lifecycle import Lifecycle
 from runtime.seeds.modules import GRAFTS, Committed, composed_class
+from runtime.seeds.ranks import whole
 from runtime.seeds.resuming import fill
 from runtime.seeds.seed import Spec, make
 
@@ -41,7 +42,8 @@ def save_model(model: nn.Module, folder: Path | str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     growth: Growth | None = model.__dict__.get("_esper_growth")
     grafts = [row for name, module in model.named_modules() for row in _rows(name, module)]
-    state = {n: t.detach().to("cpu") for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    given = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    state = {n: whole(t.detach()).to("cpu") for n, t in given.items()}
     document = {
         "schema": SCHEMA,
         "host": fingerprint(model),

@@ -17,6 +17,7 @@ from runtime.seeds.commands import GraftingStrategy
 from runtime.seeds.grafting import alpha_at, progress
 from runtime.seeds.layer import Slot, overriding
 from runtime.seeds.lifecycle import Evidence, Lifecycle, ask
+from runtime.seeds.ranks import whole
 from runtime.seeds.seed import same_random
 
 GATE_OF = {
@@ -155,7 +156,10 @@ def drift(growth: Any, slot: Slot) -> Tensor | None:
             first = first.to(parameter.device)
             moved.append(torch.linalg.vector_norm(parameter.detach() - first, dtype=torch.float32))
             was.append(torch.linalg.vector_norm(first, dtype=torch.float32))
-    return torch.stack(moved).norm() / (torch.stack(was).norm() + 1e-20) if moved else None
+    if not moved:
+        return None
+    sizes = [torch.stack([whole(size) for size in found]).norm() for found in (moved, was)]
+    return sizes[0] / (sizes[1] + 1e-20)
 
 
 def heard(slot: Slot, loss: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -117,29 +118,36 @@ class Rank:
             self.told["diverged"] = error.code
 
 
-def main(folder: Path, rank: int, ids: dict[str, str]) -> None:
+def main(folder: Path, rank: int, ids: dict[str, str], kind: str) -> None:
+    """What a process of the tests does; `kind`: the class above or in test_sharded.py."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    told = Rank(ids, folder).run()
+    module, _, name = kind.rpartition(":")
+    told = getattr(importlib.import_module(module), name)(ids, folder).run()
     (folder / f"rank{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_two_ranks_commit_together_or_not_at_all(ids: dict[str, str], tmp_path: Path) -> None:
+def both(kind: str, ids: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    """Two processes; what each of them tells."""
     code = "import sys, json; from pathlib import Path; from tests.runtime.seeds.test_ranks import main; "
-    code += "main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ESPER_SPOOL": str(tmp_path / "spool")}
+    code += "main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4])"
+    command = [sys.executable, "-c", code, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ESPER_SPOOL": str(folder / "spool")}
     running = [
         subprocess.Popen(
-            [*command, str(rank), json.dumps(ids)], stderr=subprocess.PIPE, text=True, env=environment
+            [*command, str(rank), json.dumps(ids), kind], stderr=subprocess.PIPE, text=True, env=environment
         )
         for rank in range(2)
     ]
     errors = [process.communicate(timeout=300)[1] for process in running]
     assert [p.returncode for p in running] == [0, 0], "\n".join(e[-3000:] for e in errors)
-    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_two_ranks_commit_together_or_not_at_all(ids: dict[str, str], tmp_path: Path) -> None:
+    told = both("tests.runtime.seeds.test_ranks:Rank", ids, tmp_path)
     for one in told:
         (code_of, reason), *rest = one["aborted"]
         assert code_of == "E1012" and "rank 1: E0731" in reason and not rest
