@@ -41,6 +41,8 @@ EFFORT = Effort(patience_s=2.0, seconds=8.0, heat_s=0.3)
 """Of the samples and widths of a full measurement; less patience with what stays noisy."""
 COUNT, REPEATED = 240, 24
 WIDTHS = (1, 4, 16)
+STRIDE = 5
+"""Through the corpus, which is sorted by kinds."""
 LEAST_US, MOST_SPREAD = 10.0, 0.05
 STARTERS = "seed_*.json"
 TAGS = {
@@ -60,7 +62,9 @@ def say(text: str) -> None:
 
 def blueprints() -> Iterator[tuple[Blueprint, dict[str, Any]]]:
     """(blueprint, how it is compiled), in an order that any beginning of is a mixture."""
-    wide = {factor: [_wider(data, factor) for data in corpus.blueprints()] for factor in WIDTHS}
+    small = corpus.blueprints()
+    mixed = [small[STRIDE * at % len(small)] for at in range(len(small))]
+    wide = {factor: [_wider(data, factor) for data in mixed] for factor in WIDTHS}
     lanes = [[(b, {}) for b in wide[factor]] for factor in WIDTHS]
     lanes.append([(b, {"objectives": ("memory",)}) for b in wide[4]])
     lanes.append([(b, {"pipelines": ("standard",), "budget_s": 2.0}) for b in wide[16]])

@@ -85,8 +85,9 @@ def test_the_variance_table_counts_what_is_long_enough(tmp_path: Path) -> None:
 
 
 def test_blueprints_are_a_mixture_of_widths_and_ways() -> None:
-    first = [next_ for next_, _ in zip(gauntlet.blueprints(), range(30), strict=False)]
+    first = [next_ for next_, _ in zip(gauntlet.blueprints(), range(60), strict=False)]
     names = {blueprint.name for blueprint, _ in first}
     assert {"scale_shift_40_f32", "scale_shift_160_f32", "scale_shift_640_f32"} <= names
+    assert {name.partition("_")[0] for name in names} >= {"scale", "rms", "lora"}, "of every kind"
     assert {tuple(options) for _, options in first} == {(), ("objectives",), ("pipelines", "budget_s")}
     assert len(list(gauntlet.blueprints())) >= gauntlet.COUNT
