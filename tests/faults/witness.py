@@ -151,9 +151,11 @@ def search(arguments: int, result: int, spill: int) -> None:
         first, second = numbers(both[0], draws), _numbers(both[1], draws)
         for (plan, right), (_, found) in zip(first, second or first, strict=True):
             if second is None or any(other(a, b) for a, b in zip(right, found, strict=True)):
+                say(event="landed")
                 say(event="witness", place=f"draw {turn}: {plan}, {draws.place}")
                 say(event="done")
                 return
+    say(event="landed")
     say(event="done")
 
 

@@ -19,9 +19,9 @@ from library.manifest import unpack
 from runtime.executor import Program
 from tests.faults import handmade, toys
 
-OWN_OPERATIONS = 70_000
-"""Of torch, in all stages with the short list of cases, for an artifact with three gradients: 57,000 when
-this was written, 102,000 while every case was computed anew. Ten microseconds each."""
+OWN_OPERATIONS = 65_000
+"""Of torch, with the short list of cases, for an artifact with three gradients: 52,000 when this was written,
+about twice as many while every case was computed anew. Ten microseconds each."""
 
 
 class _Counting(TorchDispatchMode):
@@ -66,13 +66,14 @@ def test_one_word_to_the_supervisor_for_a_round_of_calls(
 def test_a_reference_is_computed_once_for_the_same_values(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    context.quick = context.subject.hurry = True
     asked, real = [], meaning.gradients
     monkeypatch.setattr(meaning, "gradients", lambda *a, **k: (asked.append(1), real(*a, **k))[1])
     recipes = [r for r in gradients._recipes(context) if r.layout != gradients.DIRECTIONAL]
     distinct = {(*r.dims.items(), r.draw, r.layout, r.cotangent, r.seed) for r in recipes}
-    assert len(recipes) > 2 * len(distinct), "the same values, for other gradients"
+    assert len(recipes) > 1.2 * len(distinct), "the same values, for other gradients"
     assert isinstance(_stage("gradients").run(context), Passed)
-    assert len(asked) <= 3 * len(distinct), "float64 and eager once, a few once more"
+    assert len(asked) <= 2 * len(distinct) + 8, "float64 and eager; eager in the test along directions"
 
 
 def test_the_judges_own_work_is_bounded(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,5 +82,6 @@ def test_the_judges_own_work_is_bounded(context: Context, monkeypatch: pytest.Mo
     counting = _Counting(context)
     with counting:
         for stage in all_stages():
-            assert isinstance(stage.run(context), Passed), stage.name
+            if stage.name != "memory":  # its thousand calls are the candidate's
+                assert isinstance(stage.run(context), Passed), stage.name
     assert counting.count < OWN_OPERATIONS
