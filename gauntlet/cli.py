@@ -137,11 +137,18 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
         if verdict is None:
             click.echo(f"no verdict yet: esper-gauntlet bench {record.id}")
             return
+        _say_circumstances(verdict.report.get("hardware_context", {}))
         for stage in verdict.report["stages"]:
             _say_stage(stage)
         click.echo("  profile")
         for key, value in verdict.report.get("wep", {}).items():
             click.echo(f"           {key} = {value}")
+
+
+def _say_circumstances(context: dict[str, Any]) -> None:
+    """On what it was judged, with which list of cases and behind which walls."""
+    parts = (("on", "card"), ("cases", "cases"), ("sandbox", "sandbox"))
+    click.echo("  " + ", ".join(f"{word} {context[key]}" for word, key in parts if key in context))
 
 
 def _say_stage(stage: dict[str, Any]) -> None:

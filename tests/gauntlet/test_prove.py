@@ -157,6 +157,7 @@ def test_every_rejection_says_what_ran_and_can_be_replayed(home: Path, server: F
     assert list(told)[-1] == stage and told.pop(stage) == "failed" and set(told.values()) <= {"passed"}
     shown = CliRunner().invoke(main, ["show", artifact, "--library", str(home)])
     assert all(name in shown.output for name in (*told, stage)) and found.stages[-1].reason in shown.output
+    assert "cases quick" in shown.output and "sandbox " in shown.output
     assert bool(found.case) == (stage != "integrity"), "where nothing ran there is no input"
     if found.case:
         assert f"esper-gauntlet replay {found.case[:16]}" in shown.output
