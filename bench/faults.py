@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import random
+import statistics
 import sys
 import tarfile
 import tempfile
@@ -208,7 +209,7 @@ def judged(
         finally:
             servers.put(server)
         with lock:
-            rows.append({**_row(case, found), "witness": seen})
+            rows.append({**_row(case, found), "witness": seen, "full": not short})
             if bool(case.kind) != (found.passed is False):
                 say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
                 say(f"  {'shown by ' + seen if seen else 'not told from the clean one'}")
@@ -231,8 +232,9 @@ def judged(
 def _row(case: Planted, found: Judgement) -> dict[str, Any]:
     stage = next((s for s in found.stages if s.outcome == "failed"), None)
     margin = stage.metrics.get("margin") if stage else None
+    own = sum(s.metrics.get("own_seconds", 0.0) for s in found.stages)
     return {**asdict(case), "passed": found.passed, "stage": stage.name if stage else "", "margin": margin,
-            "reason": found.reason[:160], "seconds": round(found.seconds, 2)}  # fmt: skip
+            "reason": found.reason[:160], "seconds": round(found.seconds, 2), "own": own}  # fmt: skip
 
 
 # -- the document
@@ -260,10 +262,17 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
         "clean_blueprints": results.figure(names, "count", BLUEPRINTS, at_least=True),
         "clean_refused": results.figure(len(refused), "count", 0),
         "clean_refused_share_at_most_95": results.figure(bound(len(refused), len(clean)), "share", 0.01),
+        "judge_own_processor_seconds_median": results.figure(_own(clean), "s", 2.0),
     }
     notes = [f"seed {seed}; {len(rows)} of {asked} artifacts judged on {device} within the time given"]
     told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "notes": notes}
     return {**results.header("faults"), "rows": by_class, "figures": figures, **told}
+
+
+def _own(clean: Sequence[Mapping[str, Any]]) -> float | None:
+    """What the judge itself took of a processor for a clean artifact with all cases, beyond its kernels."""
+    taken = [r["own"] for r in clean if r.get("full") and r["passed"]]
+    return statistics.median(taken) if taken else None
 
 
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -299,7 +308,8 @@ def show(found: Mapping[str, Any]) -> None:
         say(f"{row['class']:36} {row['caught']:3} of {row['planted']:3}, {near}")
     for name, figure in found["figures"].items():
         met = {None: "", True: "met", False: "MISSED"}[figure["met"]]
-        say(f"{name:40} {figure['value']:.5g} {met}")
+        value = "not measured" if figure["value"] is None else f"{figure['value']:.5g}"
+        say(f"{name:40} {value} {met}")
 
 
 def pack(folder: Path) -> Path:
