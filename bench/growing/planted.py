@@ -2,8 +2,12 @@
 
     python -m bench.growing.planted OUT.jsonl [--first 100] [--trials 150] [--stop SECONDS]
 
-One line per training; a file that has some goes on where it ended, so the trials can be made in pieces. The
-seeds are not those that anything was tried on while it was written.
+A plant is a trial only if it costs something: the untouched host's test loss must be WORSE times its healthy
+twin's (a block that its task does not need is no bottleneck, whatever was done to it). That is judged before
+anything grows, and those that fail it are counted.
+
+One line per seed and kind; a file that has some goes on where it ended, so the trials can be made in pieces.
+The seeds are not those that anything was tried on while it was written.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,52 +34,55 @@ FIRST, TRIALS = 100, 150
 RESOLVED = 0.9
 TARGET = 143  # of 150: the lower bound of the Wilson interval is above 90 %
 MOST_EPOCHS = 30
+WORSE = 1.5
+MOST_SEEDS = 4  # times those that would do if every plant cost something
 
 
-def plan(first: int, trials: int) -> Iterator[tuple[int, str]]:
-    """(seed, kind) of every training: kind "" is the healthy twin, "grown" the healthy host that may grow."""
-    many = -(-trials // len(KINDS))
-    left = trials
-    for seed in range(first, first + many):
-        yield seed, ""
-        yield seed, "grown"
-        for kind in KINDS[:left]:
-            yield seed, kind
-        left -= len(KINDS)
+def shares(trials: int) -> dict[str, int]:
+    """Trials by kind, as even as they go."""
+    return {kind: (trials + at) // len(KINDS) for at, kind in enumerate(reversed(KINDS))}
 
 
-def one(seed: int, kind: str, library: Library) -> dict[str, Any]:
-    """One line: the healthy twin's loss, a healthy host's growth, or both hosts of one plant."""
-    given, at = trial.data(seed), seed % trial.PARTS
-    base = {"seed": seed, "kind": kind or "twin", "commit": commit()[0]}
-    if not kind:
-        return {**base, "healthy": trial.train(trial.host(seed), given, seed).loss}
-    planted = kind if kind != "grown" else ""
-    grown = trial.train(trial.host(seed, planted, at), given, seed, library)
-    told = {"grown": grown.loss, "asked": grown.asked, "kept": grown.kept, "epochs": grown.epochs}
-    if not planted:
-        return {**base, **told}
-    untouched = trial.train(trial.host(seed, kind, at), given, seed).loss
-    return {**base, **told, "site": f"blocks.{at}/0", "untouched": untouched}
+def healthy(seed: int) -> dict[str, Any]:
+    """The line of a healthy twin."""
+    loss = trial.train(trial.host(seed), trial.data(seed), seed).loss
+    return {"seed": seed, "kind": "twin", "commit": commit()[0], "healthy": loss}
+
+
+def tempted(seed: int, library: Library) -> dict[str, Any]:
+    """The line of a healthy host that may grow."""
+    return {"seed": seed, "kind": "grown", "commit": commit()[0], **_grown(seed, "", library)}
+
+
+def plant(seed: int, kind: str, twin: float, library: Library) -> dict[str, Any]:
+    """The line of one plant: the untouched host, and the one that may grow if the plant costs something."""
+    at = seed % trial.PARTS
+    untouched = trial.train(trial.host(seed, kind, at), trial.data(seed), seed).loss
+    line = {"seed": seed, "kind": kind, "commit": commit()[0], "site": f"blocks.{at}/0",
+            "untouched": untouched, "counts": untouched >= WORSE * twin}  # fmt: skip
+    return {**line, **_grown(seed, kind, library)} if line["counts"] else line
+
+
+def _grown(seed: int, kind: str, library: Library) -> dict[str, Any]:
+    grown = trial.train(trial.host(seed, kind, seed % trial.PARTS), trial.data(seed), seed, library)
+    return {"grown": grown.loss, "asked": grown.asked, "kept": grown.kept, "epochs": grown.epochs}
 
 
 def judged(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Every plant with its twin: `found` (its slot was the first that a seed was asked for), `resolved`
     (share of the gap to the healthy twin that growth closed), `fixed`."""
     kept = list(lines)
-    healthy = {line["seed"]: line["healthy"] for line in kept if line["kind"] == "twin"}
+    twins = {line["seed"]: line["healthy"] for line in kept if line["kind"] == "twin"}
     rows = []
     for line in kept:
-        if line["kind"] not in KINDS or line["seed"] not in healthy:
+        if not line.get("counts") or line["seed"] not in twins:
             continue
-        gap = line["untouched"] - healthy[line["seed"]]
-        resolved = (line["untouched"] - line["grown"]) / gap if gap > 0 else None
+        twin = twins[line["seed"]]
+        resolved = (line["untouched"] - line["grown"]) / (line["untouched"] - twin)
         found = bool(line["asked"]) and line["asked"][0] == line["site"]
-        fixed = resolved is not None and resolved >= RESOLVED and line["site"] in line["kept"]
+        fixed = resolved >= RESOLVED and line["site"] in line["kept"]
         row = {k: line[k] for k in ("seed", "kind", "site", "asked", "kept", "epochs", "untouched", "grown")}
-        rows.append(
-            {**row, "healthy": healthy[line["seed"]], "resolved": resolved, "found": found, "fixed": fixed}
-        )
+        rows.append({**row, "healthy": twin, "resolved": resolved, "found": found, "fixed": fixed})
     return rows
 
 
@@ -96,8 +104,14 @@ def figures(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         of = [r for r in rows if r["kind"] == kind]
         hits = sum(r["found"] and r["fixed"] for r in of)
         located = sum(r["found"] for r in of)
-        found[f"planted_{kind}_found_and_fixed"] = figure(hits, "trials", of=len(of), located=located)
-    closed = [r["resolved"] for r in rows if r["resolved"] is not None and r["kept"]]
+        closed = statistics.median(r["resolved"] for r in of) if of else None
+        found[f"planted_{kind}_found_and_fixed"] = figure(
+            hits, "trials", of=len(of), located=located, resolved_p50=closed
+        )
+    found["planted_that_cost_nothing"] = figure(
+        sum(line.get("counts") is False for line in kept), "plants", least_ratio=WORSE
+    )
+    closed = [r["resolved"] for r in rows if r["kept"]]
     found["planted_resolved_p50_where_kept"] = figure(statistics.median(closed) if closed else None, "ratio")
     spent = [r["epochs"] for r in rows if r["epochs"] is not None]
     found["germinated_to_fossilised_epochs_max"] = figure(
@@ -118,19 +132,37 @@ def figures(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def run(
     out: Path, library: Library, first: int = FIRST, trials: int = TRIALS, stop: float = 1e9
 ) -> list[Any]:
-    """Make the trainings that `out` lacks, until done or `stop` seconds are over; all its lines."""
+    """Make the lines that `out` lacks, until the trials are done or `stop` seconds are over; all its
+    lines."""
     lines = [json.loads(t) for t in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
-    done = {(line["seed"], "" if line["kind"] == "twin" else line["kind"]) for line in lines}
     end = time.monotonic() + stop
-    for seed, kind in plan(first, trials):
-        if (seed, kind) in done:
-            continue
-        if time.monotonic() > end:
-            break
-        lines.append(json.loads(json.dumps(one(seed, kind, library))))
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
+    wanted = shares(trials)
+    for seed in range(first, first + MOST_SEEDS * -(-trials // len(KINDS))):
+        for kind in ("twin", "grown", *KINDS):
+            mine = [line for line in lines if line["kind"] == kind]
+            enough = kind in wanted and sum(line["counts"] for line in mine) >= wanted[kind]
+            if enough or any(line["seed"] == seed for line in mine) or _done(lines, wanted):
+                continue
+            if time.monotonic() > end:
+                return lines
+            lines.append(json.loads(json.dumps(_line(seed, kind, lines, library))))
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
     return lines
+
+
+def _done(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, int]) -> bool:
+    have = Counter(line["kind"] for line in lines if line.get("counts"))
+    return all(have[kind] >= many for kind, many in wanted.items())
+
+
+def _line(seed: int, kind: str, lines: Iterable[Mapping[str, Any]], library: Library) -> dict[str, Any]:
+    if kind == "twin":
+        return healthy(seed)
+    if kind == "grown":
+        return tempted(seed, library)
+    twin = next(line["healthy"] for line in lines if line["kind"] == "twin" and line["seed"] == seed)
+    return plant(seed, kind, twin, library)
 
 
 def part(out: str, folder: str, first: int, trials: int) -> None:
@@ -142,14 +174,13 @@ def part(out: str, folder: str, first: int, trials: int) -> None:
 
 def together(folder: Path, workers: int, first: int = FIRST, trials: int = TRIALS) -> list[Any]:
     """The same shared among processes, each with seeds of its own. `folder` holds the stocked library."""
-    seeds = -(-trials // len(KINDS))
-    share = -(-seeds // workers)
     jobs = []
+    start, left = first, trials
     for number in range(workers):
-        start = number * share
-        many = min(trials - start * len(KINDS), share * len(KINDS))
-        if many > 0:
-            jobs.append((str(folder / f"planted{number}.jsonl"), str(folder), first + start, many))
+        many = -(-left // (workers - number))
+        if many:
+            jobs.append((str(folder / f"planted{number}.jsonl"), str(folder), start, many))
+        start, left = start + MOST_SEEDS * -(-many // len(KINDS)), left - many
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=part, args=job) for job in jobs]
     for process in processes:

@@ -26,7 +26,7 @@ LABEL_NOISE = 0.3
 SETTINGS = Settings(
     plateau=PlateauSettings(window=4, min_improvement=0.03, warmup=6),
     limits=Limits(planned_epochs=EPOCHS, deadline_least=10, speculative=True, max_rent=1.0),
-    graft=Graft(lr_scale=0.5),
+    graft=Graft(lr_scale=0.5, fossil="train"),  # what it stands beside learns to the end as well
     telemetry_every=4,
     fine_tune_epochs=8,
     field_reports=False,
