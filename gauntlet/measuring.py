@@ -18,6 +18,7 @@ import torch
 
 from gauntlet import workload
 from gauntlet.clock import CANARY, CardClock, CpuClock
+from gauntlet.exclusive import physical
 from gauntlet.jobs import decode_job
 from gauntlet.judge import confine, hardware
 from gauntlet.nvbench import cold_medians
@@ -33,8 +34,9 @@ from runtime.timing import Work
 
 OF_SHAPES = ("both", "forward", "eager both", "eager forward")
 """What is measured at sizes other than the largest."""
-LIMIT_S = 60.0
-"""A launch event's patience beyond the time that sampling may take."""
+LIMIT_S, PATIENCE = 60.0, 200.0
+"""What the supervisor waits for beyond the time that sampling should take: so long, and so many times eager's
+time, since a batch has five rounds of everything however slow they are."""
 ENERGY_CALLS = 50
 LATER = {"absent": "not with --quick"}
 
@@ -51,12 +53,14 @@ def run(arguments: int, result: int, spill: int) -> None:
     subject = Subject(unpack(container), torch.device(job["device"]))
     effort = Effort(**job["effort"])
     dims = workload.sizes(subject, job["quick"])
-    card = Card(subject.device.index or 0) if subject.device.type == "cuda" else None
+    card = Card(physical(str(subject.device)).partition(" ")[2]) if subject.device.type == "cuda" else None
     compiled = _compiled(subject, dims[-1], job, emit) if "torch.compile" in job["compare"] else {}
     emit(
         {"event": "context", **hardware(subject.device), "sandbox": _confined(subject.device, job["scratch"])}
     )
-    emit({"event": "launch", "limit": 4 * len(dims) * (effort.seconds + effort.heat_s) + LIMIT_S})
+    slow = sum(subject.eager_seconds(d) for d in dims)
+    limit = 4 * len(dims) * (effort.seconds + effort.heat_s) + PATIENCE * slow + LIMIT_S
+    emit({"event": "launch", "limit": limit})
     with timing.quiet():
         emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled)})
     emit({"event": "landed"})

@@ -45,14 +45,17 @@ class Energy:
 
 
 class Card:
-    """One card as NVML shows it. `absent`: why it shows nothing, empty where it does."""
+    """One card as NVML shows it. `name`: its number or UUID, whatever CUDA_VISIBLE_DEVICES hides;
+    `absent`: why it shows nothing, empty where it does."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, name: str) -> None:
         self.absent, self._nvml, self._handle = "", None, None
         try:
             nvml: Any = importlib.import_module("pynvml")
             nvml.nvmlInit()
-            self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+            by_number = name.isdigit()
+            found = nvml.nvmlDeviceGetHandleByIndex if by_number else nvml.nvmlDeviceGetHandleByUUID
+            self._nvml, self._handle = nvml, found(int(name) if by_number else name)
         except ImportError:
             self.absent = "nvidia-ml-py is not installed"
         except Exception as error:  # pynvml's own classes exist only where the package does

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gauntlet import statistics
-from gauntlet.isolate import FINISHED, Ending, Event, ForkServer, Limits
+from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Event, ForkServer, Limits
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, UNRESOLVED, StageReport
 from gauntlet.sampling import FULL, QUICK, STEADY, Effort
@@ -48,9 +49,9 @@ class Job:
 
 def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = None) -> StageReport:
     """Run the processes; the stage with the profile. Passed even where a number could not be had: nothing is
-    refused for being slow. Skipped when no process could measure."""
+    refused for being slow. Skipped when no process could measure; failed when candidate code killed two."""
     began, found, context = time.monotonic(), list[Mapping[str, Any]](), dict[str, Any]()
-    failed: list[str] = []
+    failed, killed = list[str](), list[str]()
     tell = tell or (lambda event: None)
     with tempfile.TemporaryDirectory(prefix="esper-measure-") as scratch:
         for number in range(job.spends.processes):
@@ -62,7 +63,10 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
                 context |= _context(ending)
             else:
                 failed.append(f"process {number + 1}: {_why(ending)}")
+                killed += failed[-1:] if _of_the_candidate(ending) else []
     seconds = round(time.monotonic() - began, 3)
+    if len(killed) > 1:
+        return StageReport(NAME, "failed", seconds, "; ".join(killed))
     if not found:
         return StageReport(NAME, "skipped", seconds, f"no process could measure: {failed[0]}")
     metrics = {**metrics_of(found, job), "failed_processes": failed, "context": context}
@@ -76,6 +80,12 @@ def _process(container: bytes, job: Job, server: ForkServer, number: int, scratc
     }  # fmt: skip
     limits = Limits() if job.device == "cpu" else Limits(output_bytes=4 << 30, address_space=False)
     return server.run(TARGET, encode_job(request, container), limits, tell)
+
+
+def _of_the_candidate(ending: Ending) -> bool:
+    """Ended by a signal while candidate code ran. An exit is the judge's own doing, and so is taking too
+    long: no launch is endless that the stages before have seen end."""
+    return ending.kind == ILLEGAL or (ending.kind == CRASH and "SIG" in ending.detail)
 
 
 def _why(ending: Ending) -> str:
@@ -112,6 +122,7 @@ def metrics_of(processes: Sequence[Mapping[str, Any]], job: Job) -> dict[str, An
         "batches": sum(s["batches"] for s in series), "voided": sum(s["voided"] for s in series),
         "canary_us": [s["canary_us"] for s in series], "clock_mhz": [s["clock_mhz"] for s in series],
         "temperature_c": [s["temperature_c"] for s in series],
+        "throttled": dict(sum((Counter(s["throttled"]) for s in series), Counter[str]())),
         **{k: once[k] for k in ("nvbench", "card", "energy") if k in once}, "profile": profile,
     }  # fmt: skip
 

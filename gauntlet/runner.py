@@ -129,11 +129,11 @@ def prove(
         found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
         if found.passed and chosen != "cpu":
             found = followed_by(found, sanitizer.checks(container, chosen))
-        if not found.passed and chosen != "cpu":
-            quarantine.probe(library.home, chosen, server)  # before anybody is blamed
         if found.passed:
             job = profile.Job(chosen, quick, compare=compare, effort=effort)
             found = followed_by(found, measured(container, job, server, progress, record.id))
+        if not found.passed and chosen != "cpu":
+            quarantine.probe(library.home, chosen, server)  # before anybody is blamed
         return _recorded(library, record.id, found)
 
 
@@ -312,7 +312,9 @@ def _report(
 def _of_card(stages: tuple[StageReport, ...]) -> dict[str, Any]:
     """Driver, error correction and limits of the card, and its clock while it was measured."""
     measured = next((s.metrics for s in stages if s.name == profile.NAME), {})
-    return {**measured["card"], "clock_mhz": measured["clock_mhz"]} if "card" in measured else {}
+    if "card" not in measured:
+        return {}
+    return {**measured["card"], "clock_mhz": measured["clock_mhz"], "throttled": measured["throttled"]}
 
 
 def _brief(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from gauntlet import statistics
 from gauntlet.nvml import Reading
+from gauntlet.report import UNMEASURED, Number
 
 Work = Callable[[], Any]
 Works = Mapping[str, Sequence[Work]]
@@ -66,15 +67,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Series:
-    """What a process sampled. `conditions`: STEADY, or what spoiled it; `voided`: batches that were dropped;
-    `canary_us`: the fastest that the canary was."""
+    """What a process sampled. `conditions`: STEADY, or what spoiled it; `readings`: after every batch;
+    `voided`: batches that were dropped; `canary_us`: the fastest that the canary was."""
 
     samples: Mapping[str, tuple[float, ...]]
     conditions: str
     batches: int
     voided: int
     canary_us: float
-    reading: Reading
+    readings: tuple[Reading, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,9 +84,16 @@ class Series:
             "batches": self.batches,
             "voided": self.voided,
             "canary_us": round(self.canary_us, 3),
-            "clock_mhz": self.reading.clock_mhz,
-            "temperature_c": self.reading.temperature_c,
+            "clock_mhz": _span([r.clock_mhz for r in self.readings]),
+            "temperature_c": _span([r.temperature_c for r in self.readings]),
+            "throttled": dict(Counter(why for r in self.readings for why in r.throttled)),
         }
+
+
+def _span(values: Sequence[Number]) -> list[float] | str:
+    """[least, most] of what was read after the batches."""
+    known = [v for v in values if not isinstance(v, str)]
+    return [min(known), max(known)] if known else UNMEASURED
 
 
 class Clock(Protocol):
@@ -172,4 +180,5 @@ def _kept(batches: Sequence[Batch], canary_us: float) -> Series:
     if not enough and reasons:
         conditions = "; ".join(f"{why} in {n} of {len(batches)} batches" for why, n in reasons.most_common())
     samples = {name: tuple(s for b in used for s in b.samples[name]) for name in batches[0].samples}
-    return Series(samples, conditions, len(batches), len(batches) - len(used), canary_us, batches[-1].reading)
+    readings = tuple(b.reading for b in batches)
+    return Series(samples, conditions, len(batches), len(batches) - len(used), canary_us, readings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,6 +62,16 @@ def test_the_profile_of_a_processor(server: ForkServer) -> None:
 def test_processes_that_die_are_named(server: ForkServer) -> None:
     broken = profile.measure(b"\0" * 64, profile.Job("cpu", effort=SHORT), server)
     assert broken.outcome == "skipped" and "no process could measure: process 1" in broken.reason
+
+
+def test_code_that_kills_what_measures_it_is_refused(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:illegal")
+    said = profile.measure(b"", profile.Job("cpu", effort=SHORT), server)
+    assert said.outcome == "failed" and said.reason.count("illegal-access") == 2
+    once = profile.measure(b"", profile.Job("cpu", effort=replace(SHORT, processes=1)), server)
+    assert once.outcome == "skipped", "one death may be the machine's"
 
 
 def test_again_stands_beside_and_is_history(home: Path, server: ForkServer) -> None:
@@ -128,7 +139,7 @@ def test_peak_memory_is_that_of_one_call() -> None:
 
 def test_without_the_package_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    card = nvml.Card(0)
+    card = nvml.Card("0")
     assert card.absent == "nvidia-ml-py is not installed" and card.reading() == nvml.Reading()
     assert card.energy(lambda: 1) == nvml.Energy() and card.context()["ecc"] == UNMEASURED
 
@@ -157,7 +168,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_what_the_driver_answers(fake_nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = nvml.Card(0)
+    card = nvml.Card("0")
     reading = card.reading()
     assert reading.throttled == ("power cap",) and reading.clock_mhz == 1755.0
     assert reading.temperature_c == UNMEASURED, "a refused question costs only its answer"

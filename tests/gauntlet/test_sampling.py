@@ -126,7 +126,9 @@ def test_a_canary_that_always_moves_spoils_and_loses_nothing() -> None:
 def test_a_card_throttled_throughout_is_named() -> None:
     found = sample(WORKS, Fake(throttled=("power cap",)), FULL, "both")
     assert found.conditions.startswith("throttled (power cap) in") and found.samples["both"]
-    assert found.to_json()["conditions"] == found.conditions
+    told = found.to_json()
+    assert told["conditions"] == found.conditions and told["throttled"] == {"power cap": found.batches}
+    assert told["clock_mhz"] == "unmeasured"
 
 
 def test_order_and_inputs_rotate() -> None:
