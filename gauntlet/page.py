@@ -9,7 +9,7 @@ import html
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gauntlet import plots
@@ -39,10 +39,10 @@ def page(entries: Sequence[Entry], title: str, note: str = "") -> str:
         '<div class="scroll"><table><thead><tr>'
         + "".join(_head(c) for c in COLUMNS)
         + "</tr></thead><tbody>",
-        *(_row(e) for e in entries),
+        *(_shown(_row, f"<tr><td colspan={len(COLUMNS)}>{{}}</td></tr>", e) for e in entries),
         "</tbody></table></div>",
         "<h2>Each artifact</h2>",
-        *(_details(e, entries) for e in entries),
+        *(_shown(_details, "<p>{}</p>", e, entries) for e in entries),
     ]
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return (
@@ -52,6 +52,15 @@ def page(entries: Sequence[Entry], title: str, note: str = "") -> str:
         f'<p class="soft">Written {made} by esper-gauntlet report.</p>'
         "</main></body></html>\n"
     )
+
+
+def _shown(draw: Callable[..., str], otherwise: str, entry: Entry, *rest: Any) -> str:
+    """What `draw` makes of an entry; an odd report costs its own place on the page and no other."""
+    try:
+        return draw(entry, *rest)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        told = f"{entry.record.id}: its report cannot be drawn: {type(error).__name__}: {error}"
+        return otherwise.format(f"<span class=bad>{_t(told)}</span>")
 
 
 def _t(text: Any) -> str:
@@ -298,7 +307,8 @@ def _history(entry: Entry, entries: Sequence[Entry]) -> str:
 
 def _span(report: Mapping[str, Any] | None) -> list[float]:
     span = report["wep"].get("latency_interval_ms") if report else None
-    return span if isinstance(span, list) else []
+    known = [_float(v) for v in span] if isinstance(span, list) else []
+    return [v for v in known if v is not None] if len(known) == 2 and None not in known else []
 
 
 def _toolchain(entry: Entry) -> str:

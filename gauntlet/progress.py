@@ -11,7 +11,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from esper_ir.diagnostics import EsperError
 
@@ -69,6 +71,18 @@ class Estimate:
         return ahead + max(means.get(self._stage, 0.0) - spent, 0.0)
 
 
+class Left(ProgressColumn):
+    """The time left, as it goes."""
+
+    def __init__(self, estimate: Estimate) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.estimate = estimate
+
+    def render(self, task: Task) -> Text:
+        """For rich."""
+        return Text(f"{_span(self.estimate.left())} left")
+
+
 class Report:
     """On standard error: a bar on a terminal, and one line per verdict everywhere. A context manager."""
 
@@ -76,14 +90,10 @@ class Report:
         self.estimate = Estimate(count, EXPECTED_S[quick])
         self.live = sys.stderr.isatty() and count > 0
         self.colour = self.live and not os.environ.get("NO_COLOR")
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
+        what = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        columns = (what, BarColumn(12), MofNCompleteColumn(), Left(self.estimate))
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self.live)
-        self.task = self.bar.add_task("", total=count, left="")
+        self.task = self.bar.add_task("", total=count)
 
     def __enter__(self) -> Report:
         self.bar.start()
@@ -98,28 +108,30 @@ class Report:
             return
         self.estimate.stage(event["name"])
         part = f" {event['part']}/{event['parts']}" if "part" in event else ""
-        left = f"about {_span(self.estimate.left())} left"
-        self.bar.update(self.task, description=f"{artifact_id}: {event['name']}{part}", left=left)
+        self.bar.update(self.task, description=f"{artifact_id}: {event['name']}{part}")
 
     def verdict(self, found: Any) -> None:
         """One artifact is done."""
         colour, word = MARKS[found.state]
         mark = click.style(word, fg=colour) if self.colour else word
         again = "" if found.recorded or found.passed is None else " (recorded before)"
-        self._line(f"{mark} {found.artifact_id} {found.seconds:.1f} s{again}")
-        if found.reason:
-            click.echo(f"  {found.reason}", err=True)
-        if found.case:
-            click.echo(f"  esper-gauntlet replay {found.case[:16]}", err=True)
+        lines = [f"{mark} {found.artifact_id} {found.seconds:.1f} s{again}"]
+        lines += [f"  {found.reason}"] if found.reason else []
+        lines += [f"  esper-gauntlet replay {found.case[:16]}"] if found.case else []
+        self._done(lines)
 
     def error(self, error: EsperError) -> None:
         """One artifact could not be judged."""
-        self._line(error.render())
+        self._done([error.render()])
 
-    def _line(self, text: str) -> None:
-        click.echo(text, err=True)
+    def _done(self, lines: list[str]) -> None:
+        for line in lines:
+            if self.live:
+                self.bar.console.print(Text.from_ansi(line))  # above the bar
+            else:
+                click.echo(line, err=True)
         self.estimate.finished()
-        self.bar.update(self.task, advance=1, description="", left="")
+        self.bar.update(self.task, advance=1, description="")
 
 
 def _span(seconds: float) -> str:

@@ -115,6 +115,14 @@ def test_hostile_texts_are_only_text() -> None:
     assert "<script" not in text and "&lt;script&gt;" in text
 
 
+def test_an_odd_report_costs_its_own_place_only() -> None:
+    odd = entry("odd", latency_interval_ms=[None, {}])
+    odd.verdicts[-1].report["stages"][1]["metrics"]["works"] = {"both": {"quantiles_us": "x"}}
+    text = page.page([entry(), odd], "t")
+    checked(text)
+    assert text.count("cannot be drawn") == 1 and "<h1>t</h1>" in text and "block-id" in text
+
+
 def test_without_any_measurement() -> None:
     names = [f for f in WEP.__dataclass_fields__ if f not in ("shapes", "conditions", "op_class", "dtype")]
     bare: dict[str, Any] = dict.fromkeys(names, UNMEASURED)
