@@ -17,7 +17,7 @@ from tests.esper_ir.networks import NETWORKS
 from tests.esper_ir.pictures import PICTURES, Picture
 from tests.esper_ir.random_chains import module_of
 from tests.esper_ir.test_import_torch import backward, inputs
-from tests.forge.whole import Machine, check, compared, rms
+from tests.forge.whole import Machine, check, close, compared, rms
 
 FEW = ("linear_gated", "conv2d_mish_mish", "l2_rows", "up2d_means", "cumsum_masked", "hinge")
 EVERY = (*CHAINS, *(Chain(*row) for row in NETWORKS))
@@ -52,15 +52,16 @@ def test_every_chain_as_plans_for_the_card(chain: Chain) -> None:
 @pytest.mark.parametrize("chain", [Chain(*row) for row in NETWORKS], ids=lambda c: c.name)
 def test_every_network_as_plans_for_the_card(chain: Chain) -> None:
     """Norms stand behind norms and magnify how torch, which runs plans here, rounds and splits a sum among
-    threads (the same plans as C are held to the strict rule above).
+    threads; eager may be lucky (the same plans as C are held to the strict rule above).
     """
     torch.manual_seed(0)
     module, given = chain.make(), inputs(chain.shapes)
     blueprint = from_torch(module, given, dynamic=0 if chain.varies else None)
     work = front(blueprint, "h100")
-    found, wide, _ = compared(work, Machine(work), dict.fromkeys(blueprint.dims, given[0].shape[0]))
+    found, wide, eager = compared(work, Machine(work), dict.fromkeys(blueprint.dims, given[0].shape[0]))
     for name, value in found.items():
-        assert rms(value.double() - wide[name].double()) <= 1e-4 * (rms(wide[name]) + 1.0), name
+        off = rms(value.double() - wide[name].double())
+        assert off <= 1e-4 * (rms(wide[name]) + 1.0) or close(value, wide[name], eager[name]), name
 
 
 @pytest.mark.slow
