@@ -27,7 +27,7 @@ import torch
 
 from bench.growing import artifacts, trial
 from bench.growing.hosts import KINDS
-from bench.results import commit, figure
+from bench.results import ROOT, commit, figure
 from library.store import Library
 
 FIRST, TRIALS = 100, 150
@@ -173,13 +173,16 @@ def part(out: str, folder: str, first: int, trials: int) -> None:
 
 
 def together(folder: Path, workers: int, first: int = FIRST, trials: int = TRIALS) -> list[Any]:
-    """The same shared among processes, each with seeds of its own. `folder` holds the stocked library."""
+    """The same shared among processes, each with seeds of its own. `folder` holds the stocked library; lines
+    are kept under out/ by commit, so that what was stopped goes on where it ended."""
+    kept = ROOT / "out" / "planted" / commit()[0][:12]
+    kept.mkdir(parents=True, exist_ok=True)
     jobs = []
     start, left = first, trials
     for number in range(workers):
         many = -(-left // (workers - number))
         if many:
-            jobs.append((str(folder / f"planted{number}.jsonl"), str(folder), start, many))
+            jobs.append((str(kept / f"{number + 1}-of-{workers}.jsonl"), str(folder), start, many))
         start, left = start + MOST_SEEDS * -(-many // len(KINDS)), left - many
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=part, args=job) for job in jobs]
