@@ -176,6 +176,7 @@ class Site:
         self.active: tuple[Slot, ...] = ()
         self.quiet = self.watched = self._busy = False
         self._copies = False
+        traced.enrol(key, self)
         self.refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
@@ -188,6 +189,7 @@ class Site:
         )
         made.key = f"{uuid.uuid4().hex[:12]}:{self.name}"
         made.loss_scale, made.observer, made.sampling = _no_scale, None, False
+        traced.enrol(made.key, made)
         made.refresh()
         return made
 
@@ -215,7 +217,7 @@ class Site:
         self.sampling = on
         self.quiet = not (self._busy or on)
         self.watched = on and not self._busy
-        traced.enrol(self.key, self)
+        traced.hear(self.key, self.quiet)
 
     def run(self, h: Tensor) -> Tensor:
         """The layer's result from the host's."""

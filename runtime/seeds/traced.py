@@ -52,12 +52,13 @@ for _key in (_Key.AutogradCPU, _Key.AutogradCUDA, _Key.AutogradOther):
 
 
 def enrol(key: str, layer: Through) -> None:
-    """Make a layer known to the operator while it lives, and whether it has something to do."""
+    """Make a layer known to the operator while it lives."""
     _layers[key] = layer
-    if layer.quiet:
-        _loud.discard(key)
-    else:
-        _loud.add(key)
+
+
+def hear(key: str, quiet: bool) -> None:
+    """Whether a layer has something to do."""
+    (_loud.discard if quiet else _loud.add)(key)
 
 
 def waiting() -> int:
