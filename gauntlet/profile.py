@@ -27,7 +27,6 @@ TARGET = "gauntlet.measuring:run"
 LEAST_P99 = 300
 UNRESOLVED_US = 5.0
 """Shorter calls say more about the clock and the launch than about the kernels."""
-BASELINES = ("eager", "torch.compile")
 PHASES = ("forward", "backward", "both")
 Tell = Callable[[Event], None]
 
