@@ -185,6 +185,12 @@ def risk_tables(folder: Path = RESULTS) -> str:
         ]
         counts = [str(row[name]) for name in ("outcomes", "failures", "artifacts", "families")]
         lines.append(f"| {row['split']} | {row['method']} | {' | '.join([*spans, *counts])} |")
+    ours = next((row for row in document["rows"] if row["method"] == "model"), None)
+    if ours and ours["skill"]["low"] <= 0:
+        lines.append(
+            "\nOn families left out the skill of the model is not told from zero: its scores say little more "
+            "than the share of failures in the simulation."
+        )
     picture = next((path.name for path in sorted(folder.glob("risk-*.svg"), reverse=True)), "")
     if picture:
         lines.append(f"\n![share that failed against score](../bench/results/{picture})")
