@@ -30,11 +30,13 @@ class Rule:
 
 
 def _ratio(report: Mapping[str, Any]) -> float | None:
-    """Eager's time over the artifact's, forward and backward together where both were measured."""
-    ours = [_number(report, n) for n in ("forward_ms_median", "backward_ms_median")]
-    eager = [_number(report, f"eager_{n}") for n in ("forward_ms_median", "backward_ms_median")]
-    pairs = [(a, b) for a, b in zip(ours, eager, strict=True) if a and b]
-    return sum(b for _, b in pairs) / sum(a for a, _ in pairs) if pairs else None
+    """Eager's time over the artifact's, forward and backward together: in one call where that was timed."""
+    for names in (("both_ms_median",), ("forward_ms_median", "backward_ms_median")):
+        pairs = [(_number(report, n), _number(report, f"eager_{n}")) for n in names]
+        known = [(ours, eager) for ours, eager in pairs if ours and eager]
+        if known:
+            return sum(eager for _, eager in known) / sum(ours for ours, _ in known)
+    return None
 
 
 def _speed(low: float, high: float) -> Callable[[Mapping[str, Any]], bool]:

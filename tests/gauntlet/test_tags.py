@@ -51,6 +51,8 @@ def test_what_eager_beats_is_not_called_faster() -> None:
     forward = {"forward_ms_median": 1.0, "eager_forward_ms_median": 3.0}
     slow = _report(**forward, backward_ms_median=9.0, eager_backward_ms_median=2.0)
     assert "faster_than_eager" not in tags.of(slow)
+    together = _report(**forward, both_ms_median=4.0, eager_both_ms_median=3.0)
+    assert "faster_than_eager" not in tags.of(together), "one call decides where it was measured"
 
 
 def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:
