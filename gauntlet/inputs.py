@@ -21,12 +21,12 @@ from gauntlet.subject import Subject
 
 COTANGENT = "cotangent:"
 LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
-COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "strided", "alternating", "large")
-OWN_DRAWS = ("unit", "negative", "zeros", "spikes", "tiny", "integers", "uneven")
-"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; a few values that overflow a bare
-exp; magnitudes near the smallest that round to nothing when squared; whole numbers; rows of different mean
-and size, so
-that a statistic of another row shows."""
+COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
+OWN_DRAWS = ("unit", "negative", "zeros", "gaps", "spikes", "tiny", "integers", "uneven")
+"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; rows that begin or end with zeros,
+or have some in a row inside; a few values that overflow a bare exp; magnitudes near the smallest that round
+to nothing when squared; whole numbers; rows of different mean and size, so that a statistic of another row
+shows."""
 KEPT, TILE = 24, 1 << 20
 """Drawn weights kept at a time; elements of a weight that are drawn."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "uneven")
@@ -145,6 +145,8 @@ def _draw(
         wide = -wide.abs()
     elif name == "zeros":
         wide = torch.zeros_like(wide)
+    elif name == "gaps":
+        wide = torch.where(_gaps(tuple(wide.shape), generator), 0.0, wide)
     elif name == "spikes":
         places = torch.rand(wide.shape, generator=generator) < 1 / 16
         wide = torch.where(places, wide * 100, wide)
@@ -157,6 +159,19 @@ def _draw(
     elif name == "integers":
         wide = (wide * 4).round()
     return wide.to(drawn.dtype)
+
+
+def _gaps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """True for up to half of every row, at its beginning, at its end or somewhere."""
+    width, rows = shape[-1] if shape else 0, (*shape[:-1], 1)
+    if width < 2:
+        return torch.zeros(shape, dtype=torch.bool)
+    length = torch.randint(1, width // 2 + 1, rows, generator=generator)
+    place = torch.randint(0, 3, rows, generator=generator)
+    inside = (torch.rand(rows, generator=generator) * (width - length + 1)).long()
+    start = torch.where(place == 0, 0, torch.where(place == 1, width - length, inside))
+    at = torch.arange(width).expand(shape)
+    return (at >= start) & (at < start + length)
 
 
 def _laid_out(recipe: Recipe, tensor: Tensor) -> Tensor:
@@ -203,12 +218,12 @@ def _cotangent(
     else:
         dense = torch.randn(shape, generator=generator).to(dtype)
     if stored is None:
-        dense = _shaped(recipe.cotangent, dense)
+        dense = _shaped(recipe.cotangent, dense, generator)
     dense = dense.to(device)
     return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
 
 
-def _shaped(kind: str, dense: Tensor) -> Tensor:
+def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
     if kind == "one-hot" and dense.numel():
         flat = torch.zeros(dense.numel(), dtype=dense.dtype)
         flat[dense.numel() * 2 // 3] = 1
@@ -217,6 +232,8 @@ def _shaped(kind: str, dense: Tensor) -> Tensor:
         flat = dense.abs().reshape(-1)
         flat[1::2] *= -1
         return flat.reshape(dense.shape)
+    if kind == "gaps":
+        return torch.where(_gaps(tuple(dense.shape), generator), 0.0, dense)
     return dense * 100 if kind == "large" else dense
 
 

@@ -1,7 +1,7 @@
 """Every gradient against float64 autograd of the reference, through the same path that training takes.
 
 gradients asked for     all, each alone, all but one
-cotangents              random, all ones and rows of ones with stride 0, one-hot, zeros, transposed, absent
+cotangents              random, ones and rows with stride 0, one-hot, zeros, runs of zeros, transposed, absent
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
 """
 
@@ -57,7 +57,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, wanted=wanted, cotangent=cotangent)
         for draw in edges.names(subject):
             yield replace(base, wanted=wanted, draw=draw, dims=edges.dims(subject))
-        for draw in ("ties",) if context.quick else (*inputs.smooth_draws(subject), "ties", "integers"):
+        few = ("ties", "gaps")
+        for draw in few if context.quick else (*inputs.smooth_draws(subject), *few, "integers"):
             yield replace(base, wanted=wanted, draw=draw)
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
@@ -69,7 +70,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             for cotangent in CONSTANT if context.quick else inputs.cotangent_kinds(subject):
                 yield replace(named, cotangent=cotangent)
             few = edges.names(subject)[:1] if subject.elements(dims) <= edges.ELEMENTS else []
-            for draw in (*few, "ties", *(() if context.quick else ("zeros", "shifted", "uneven"))):
+            for draw in (*few, "ties", *(() if context.quick else ("gaps", "zeros", "shifted", "uneven"))):
                 yield replace(named, draw=draw)
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
