@@ -41,7 +41,7 @@ from library.store import Library
 
 CASES = "cases"
 BLAMED = (CRASH, ILLEGAL, ENDLESS, MEMORY)
-POLICY = "stage-1/1"
+POLICY = "stage-1/2"
 """Name of the rules a verdict was made under; a change of bounds or stages makes a new one."""
 Progress = Callable[[str, Event], None]
 
