@@ -1,6 +1,7 @@
 """How well the gauntlet's numbers repeat, and whether its tags are the percentile sets.
 
     python -m bench.gauntlet [--count 240] [--quick]     a library made here, measured, tagged, measured again
+    python -m bench.gauntlet --lanes 8                   the same, eight at a time on cores of their own
     python -m bench.gauntlet --starter docs/starter.html only the page of the starter blocks, measured here
 
 The library: the corpus of `tests/faults` at three widths, by the pipelines `fast` and `standard` and for both
@@ -11,14 +12,18 @@ fresh processes; then all are tagged, some are proven and measured once more, an
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import tempfile
 import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -37,6 +42,8 @@ from library.contracts import KernelQuery
 from library.store import Library
 from tests.faults import corpus
 
+T = TypeVar("T")
+R = TypeVar("R")
 EFFORT = Effort(patience_s=2.0, seconds=8.0, heat_s=0.3)
 """Of the samples and widths of a full measurement; less patience with what stays noisy."""
 COUNT, REPEATED = 240, 24
@@ -86,33 +93,75 @@ def _wider(data: Mapping[str, Any], factor: int) -> Blueprint:
     return text.parse(json.dumps({**data, **grown, "name": f"{name}_{int(width) * factor}_{dtype}"}))
 
 
-def compiled(library: Library, count: int) -> list[str]:
+def compiled(count: int, lanes: int = 1) -> list[str]:
     """Ids of so many artifacts; what two ways of compiling make alike is one."""
     found: dict[str, None] = {}
-    for blueprint, options in blueprints():
-        if len(found) >= count:
-            break
-        try:
-            made = compile_blueprint(blueprint, targets=("cpu",), library=library, **options)
-        except EsperError as error:
-            say(f"{blueprint.name}: {error}")
-            continue
-        found |= dict.fromkeys(m.artifact_id for m in made)
-        if len(found) % 20 == 0:
-            say(f"{len(found)} compiled")
+    at, all_ = 0, sum(1 for _ in blueprints())
+    while len(found) < count and at < all_:
+        these = range(at, min(at + count - len(found), all_))
+        for ids in in_lanes(_compiled, these, lanes):
+            found |= dict.fromkeys(ids)
+        at = these.stop
+        say(f"{len(found)} compiled")
     return list(found)
+
+
+def _compiled(these: Sequence[int]) -> list[list[str]]:
+    """Ids of what is made of each of `blueprints()`."""
+    found = []
+    with Library.open() as library:
+        for at in these:
+            blueprint, options = next(islice(blueprints(), at, None))
+            try:
+                made = compile_blueprint(blueprint, targets=("cpu",), library=library, **options)
+                found.append([m.artifact_id for m in made])
+            except EsperError as error:
+                say(f"{blueprint.name}: {error}")
+                found.append([])
+    return found
+
+
+# -- lanes
+
+
+def in_lanes(work: Callable[[Sequence[T]], list[R]], items: Sequence[T], lanes: int) -> list[R]:
+    """A result for each item, in their order: every lane is a process with its own share of the cores, so
+    that none waits for another's."""
+    if lanes == 1 or not items:
+        return work(items)
+    cores = sorted(os.sched_getaffinity(0))
+    if lanes > len(cores):
+        raise click.ClickException(f"{lanes} lanes on {len(cores)} cores: a lane needs one of its own")
+    found: list[R | None] = [None] * len(items)
+    with ProcessPoolExecutor(lanes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        shares = [cores[len(cores) * i // lanes : len(cores) * (i + 1) // lanes] for i in range(lanes)]
+        running = [pool.submit(_lane, work, items[i::lanes], shares[i]) for i in range(lanes)]
+        for i, lane in enumerate(running):
+            found[i::lanes] = lane.result()
+    return [r for r in found if r is not None]
+
+
+def _lane(work: Callable[[Sequence[T]], list[R]], items: Sequence[T], cores: Sequence[int]) -> list[R]:
+    os.sched_setaffinity(0, cores)
+    return work(items)
 
 
 # -- measuring
 
 
-def measured(library: Library, ids: Sequence[str], effort: Effort, again: bool = False) -> list[str]:
+def measured(ids: Sequence[str], effort: Effort, again: bool = False, lanes: int = 1) -> list[str]:
     """Those that passed, proven and measured."""
+    passed = in_lanes(partial(_measured, effort=effort, again=again), ids, lanes)
+    return [name for name, good in zip(ids, passed, strict=True) if good]
+
+
+def _measured(ids: Sequence[str], effort: Effort, again: bool) -> list[bool]:
+    """Whether each passed."""
     passed = []
-    with ForkServer() as server:
+    with ForkServer() as server, Library.open() as library:
         for at, name in enumerate(ids):
             verdict = prove(name, library=library, server=server, quick=True, effort=effort, again=again)
-            passed += [name] if verdict.passed else []
+            passed.append(verdict.passed)
             if not verdict.passed:
                 say(f"{name}: {verdict.state} {verdict.reason}")
             if at % 10 == 9:
@@ -206,8 +255,9 @@ def retagged(library: Library, ids: Sequence[str], before: Mapping[str, Sequence
 
 
 def document(
-    rows: Sequence[Mapping[str, Any]], tags: Sequence[Mapping[str, Any]], again: Mapping[str, int], asked: int
-) -> dict[str, Any]:
+    rows: Sequence[Mapping[str, Any]], tags: Sequence[Mapping[str, Any]], again: Mapping[str, int],
+    asked: int, lanes: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """As a results file."""
     long = [r for r in rows if isinstance(r["median_us"], float) and r["median_us"] >= LEAST_US]
     good = [r for r in long if r["variance"] <= MOST_SPREAD]
@@ -239,26 +289,27 @@ def document(
         "tagged_again_lost": results.figure(again["lost"], "count", 0),
     }
     return {
-        **results.header("gauntlet"), "asked": asked, "rows": list(rows), "figures": figures, "tags":
-        list(tags), "over_5_percent": [r["artifact"] for r in long if r not in good],
+        **results.header("gauntlet"), "asked": asked, "lanes": lanes, "rows": list(rows),
+        "figures": figures, "tags": list(tags),
+        "over_5_percent": [r["artifact"] for r in long if r not in good],
     }  # fmt: skip
 
 
-def run(count: int, effort: Effort, repeated: int = REPEATED) -> dict[str, Any]:
+def run(count: int, effort: Effort, repeated: int = REPEATED, lanes: int = 1) -> dict[str, Any]:
     """Everything, in a library that goes with the run."""
     with tempfile.TemporaryDirectory(prefix="esper-gauntlet-") as made:
         os.environ |= {"ESPER_KEYS": f"{made}/trust", "ESPER_LIBRARY": f"{made}/library"}
         with Library.open(Path(made) / "library", trust=Path(made) / "trust") as library:
-            ids = compiled(library, count)
-            passed = measured(library, ids, effort)
+            ids = compiled(count, lanes)
+            passed = measured(ids, effort, lanes=lanes)
             _, known = annotate(library)
             tags = check_tags(library, known.reports)
             before = {name: library.annotations(name) for name in passed}
-            measured(library, passed[:: max(len(passed) // repeated, 1)], effort, again=True)
+            measured(passed[:: max(len(passed) // repeated, 1)], effort, again=True, lanes=lanes)
             _, known = annotate(library)
             tags += check_tags(library, known.reports)
             rows = [row(library, name) for name in passed]
-            return document(rows, tags, retagged(library, passed, before), len(ids))
+            return document(rows, tags, retagged(library, passed, before), len(ids), lanes)
 
 
 def starter(place: Path, effort: Effort) -> None:
@@ -270,7 +321,7 @@ def starter(place: Path, effort: Effort) -> None:
             for path in sorted((results.ROOT / "examples").glob(STARTERS)):
                 made_here = compile_blueprint(text.load(path), targets=("cpu",), library=library)
                 ids += [m.artifact_id for m in made_here]
-            measured(library, ids, effort)
+            measured(ids, effort)
             annotate(library)
             head = results.header("gauntlet")
             note = (
@@ -300,16 +351,17 @@ def alone(out: Path, quick: bool) -> int:
 @click.command()
 @click.option("--count", default=COUNT, show_default=True, help="Artifacts to compile.")
 @click.option("--repeated", default=REPEATED, show_default=True, help="Artifacts to measure twice.")
+@click.option("--lanes", default=1, show_default=True, help="Artifacts at a time, on cores of their own.")
 @click.option("--quick", is_flag=True, help="Few samples: whether it runs, not how well it repeats.")
 @click.option("--starter", "place", type=click.Path(path_type=Path), help="Only write the starter page here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
-def main(count: int, repeated: int, quick: bool, place: Path | None, out: Path) -> None:
+def main(count: int, repeated: int, lanes: int, quick: bool, place: Path | None, out: Path) -> None:
     """Measure a library twice, check its tags, write the results file."""
     effort = QUICK if quick else EFFORT
     if place is not None:
         starter(place, effort)
         return
-    found = run(count, effort, repeated)
+    found = run(count, effort, repeated, lanes)
     show(found)
     say(f"written: {results.write(found, out)}")
 

@@ -73,7 +73,7 @@ def alone(only: tuple[str, ...], out: Path) -> int:
 
 
 def _planted(library: Library, mlp: str, place: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    lines = planted.together(place, max(1, min(os.cpu_count() or 1, 16)))
+    lines = planted.together(place, min(len(os.sched_getaffinity(0)), 16))
     return {**planted.figures(lines), "rows": planted.judged(lines)}
 
 
