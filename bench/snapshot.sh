@@ -17,7 +17,9 @@ git grep -l "mark[.]gpu" "$COMMIT" -- 'tests/*.py' | cut -d: -f2 | while read -r
 done | sort -rn | cut -d' ' -f2 > "$FOLDER/gpu-tests"
 cd "$FOLDER/src"
 include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_path('include'))")
-gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$include" runtime/_native.c -o runtime/_native.abi3.so
+for part in _native _health; do
+    gcc -O2 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$include" "runtime/$part.c" -o "runtime/$part.abi3.so"
+done
 # NODE: an autograd node built for the torch and Python of that machine (else bench/card.sh builds it there).
 [ -z "${NODE:-}" ] || cp "$NODE" runtime/
 ESPER_COMMIT=$COMMIT ESPER_DIRTY=0 PYTHONPATH=$PWD "$PYTHON" -m bench.prepare "$FOLDER" --target "${TARGET:-h100}" $([ $# -eq 0 ] || printf -- '--only %s ' "$@")
