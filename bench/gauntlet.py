@@ -291,8 +291,15 @@ def document(
     return {
         **results.header("gauntlet"), "asked": asked, "lanes": lanes, "rows": list(rows),
         "figures": figures, "tags": list(tags),
-        "over_5_percent": [r["artifact"] for r in long if r not in good],
+        "over_5_percent": [r["artifact"] for r in long if r not in good], "risk": evaluated(),
     }  # fmt: skip
+
+
+def evaluated() -> dict[str, Any] | None:
+    """The newest evaluation of risk scores, by the commit that made it: `bench.harness risk` trains for an
+    hour and is not repeated with every table of variances."""
+    found = results.newest("risk")
+    return {k: found[-1][k] for k in ("commit", "date", "figures")} if found else None
 
 
 def run(count: int, effort: Effort, repeated: int = REPEATED, lanes: int = 1) -> dict[str, Any]:
