@@ -1,7 +1,8 @@
 """How far the tiles that are chosen are from the best that there are.
 
     python -m bench.tuner --make out/tuner --target h100     (anywhere: builds)
-    python -m bench.tuner --from out/tuner                   (where the target is: times)
+    python -m bench.tuner --from out/tuner                   (where the target is: times, all of them kept
+                                                              below `times` beside the results file)
 
 Groups of the blocks' kernels are drawn by a seed; around the tile that `fast` takes, hundreds are built and
 all are timed. From the times follows what each pipeline would have got: `fast` its first tile, `standard`
@@ -82,8 +83,10 @@ def _drawn(
     return list(dict.fromkeys(rows))[:groups]
 
 
-def measured(folder: Path, seconds: float, tell: Callable[[str], None] = say) -> dict[str, Any]:
-    """Time everything in the folder; the results document."""
+def measured(
+    folder: Path, seconds: float, tell: Callable[[str], None] = say, times: Path | None = None
+) -> dict[str, Any]:
+    """Time everything in the folder; the results document. Every time goes into `times`, a file per block."""
     end = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.candidates")):
@@ -94,6 +97,9 @@ def measured(folder: Path, seconds: float, tell: Callable[[str], None] = say) ->
         if device is None:
             raise click.ClickException(f"no {document['target']} here")
         found = halves.time_only(document, device, None, end - time.monotonic(), tell)
+        if times is not None:
+            times.mkdir(parents=True, exist_ok=True)
+            halves.write(found, times / f"{document['block']}.times")
         rows += [row_of(group, document) for group in found["groups"] if group["trials"]]
     return {**results.header("tuner"), "rows": rows, "figures": figures(rows)}
 
@@ -145,7 +151,7 @@ def alone(only: tuple[str, ...], out: Path, quick: bool) -> int:
     """As a bench of `bench.harness`: both halves on this machine."""
     with tempfile.TemporaryDirectory(prefix="esper-tuner-") as made:
         make(Path(made), "auto", GROUPS, 12 if quick else TRIALS, 0, only)
-        found = measured(Path(made), 3600.0)
+        found = measured(Path(made), 3600.0, times=out / "times")
     say(f"written: {results.write(found, out)}")
     return 0
 
@@ -174,7 +180,7 @@ def main(
             say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if folder is not None:
-        found = measured(folder, seconds)
+        found = measured(folder, seconds, times=out / "times")
         for name, one in found["figures"].items():
             say(f"{name}: {one['value']} {one['unit']}")
         say(f"written: {results.write(found, out)}")
