@@ -36,6 +36,8 @@ LIGER_FUNCTIONS = {  # module of liger_kernel.ops -> its autograd function
 Fn = Callable[..., Any]
 EAGER, COMPILE, MAX, LIGER = "eager", "compile", "compile-max-autotune", "liger"
 REDUCE = "compile-reduce-overhead"
+OURS = "esper"
+"""Our own block, by whatever pipeline made it."""
 SYNCHRONISING = ("cross_entropy", "linear_cross_entropy")
 """Blocks whose function of Liger asks the card for a number: no CUDA graph can hold it."""
 OWN_TENSORS = (LIGER, REDUCE)

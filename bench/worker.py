@@ -14,7 +14,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from bench import peers, waterfall
 from bench.blocks import Block, Sizes, named
 from bench.correct import Truth, digest, results, truth
 from bench.measure import DEPTH, Effort, Figures, marginal, measured, steps
+from bench.peers import OURS
 from bench.results import device_here, plain
 from bench.turns import Turn, bounded, guard_tuning
 from library.store import Library
@@ -34,7 +35,6 @@ from runtime.binding import Block as Native
 
 STACK_BYTES = 256 << 20  # inputs above this are not stacked: seventeen graphs of every peer must fit
 CACHED_S = 45.0  # for what should only have to be read from a cache
-OURS = "esper"
 
 
 @dataclass
@@ -198,18 +198,38 @@ def _reason(error: BaseException) -> str:
 
 
 def prepare(work: Work, library: Library) -> None:
-    """Compiles and compares everything, a line as each is ready. Ours after those that do not take minutes:
-    if it brought the card's context down, they would still be there."""
+    """Compiles and compares everything, a line as each is ready; what compiles longest comes last. Ours after
+    eager, since nothing of it is left to compile: time that ends while a peer compiles is the peer's loss.
+    If it brought the card's context down, the others need another process (`without_ours`)."""
     with work.held():
         against = truth(work.block.blueprint, work.block.fn, work.args, work.cotangent)
-    quick = [name for name in work.job["impls"] if name != peers.MAX]
-    for name in (*quick, OURS, *(name for name in work.job["impls"] if name == peers.MAX)):
+    for name in order(work.job["impls"], work.job.get("without_ours", False)):
         work.tell("trying", impl=name)
         impl = work.add(name, library)
         if impl:
             work.check(against, impl)
             work.tell("ready", name=name, facts=work.impls[impl].facts)
             del work.impls[impl]  # its memory is for the next
+        if name == OURS and not _answers():
+            work.tell("card_lost", impl=name)
+            return
+
+
+def order(impls: Sequence[str], without_ours: bool = False) -> tuple[str, ...]:
+    """Eager, ours, then what has to be compiled, the longest last; `without_ours`: what comes after it."""
+    first = [name for name in impls if name == peers.EAGER]
+    rest = sorted((n for n in impls if n != peers.EAGER), key=lambda n: n == peers.MAX)
+    return tuple(rest) if without_ours else (*first, OURS, *rest)
+
+
+def _answers() -> bool:
+    """Whether the card still works for this process."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def measure(work: Work, library: Library) -> None:

@@ -68,6 +68,21 @@ def test_a_process_that_hangs_is_told_and_killed() -> None:
     assert [x["kind"] for x in crew.unfinished(said, ended, job)] == ["killed"]
 
 
+def test_ours_comes_before_what_compiles_and_its_peers_get_another_process() -> None:
+    assert worker.order([peers.EAGER, peers.MAX, peers.COMPILE]) == (
+        peers.EAGER, peers.OURS, peers.COMPILE, peers.MAX,
+    )  # fmt: skip
+    assert worker.order([peers.EAGER, peers.LIGER], without_ours=True) == (peers.LIGER,)
+    said = [{"kind": "ready", "name": peers.EAGER}, {"kind": "trying", "impl": peers.OURS}]
+    assert crew.ours_brought_it_down([*said, {"kind": "killed", "why": "exit code 1"}])
+    assert crew.ours_brought_it_down([*said, {"kind": "card_lost"}, {"kind": "done"}])
+    ready = {"kind": "ready", "name": peers.OURS}
+    later = {"kind": "trying", "impl": peers.LIGER}
+    assert not crew.ours_brought_it_down([*said, ready, {"kind": "killed", "why": "stopped"}])
+    assert not crew.ours_brought_it_down([*said, later, {"kind": "killed", "why": "stopped"}])
+    assert not crew.ours_brought_it_down([*said, ready, later, {"kind": "done"}])
+
+
 class Played(Crew):
     """No processes: what they would say, and in which order they were asked."""
 
