@@ -87,7 +87,7 @@ def measured(
     folder: Path, seconds: float, tell: Callable[[str], None] = say, times: Path | None = None
 ) -> dict[str, Any]:
     """Time everything in the folder; the results document. Every time goes into `times`, a file per block."""
-    end = time.monotonic() + seconds
+    end, header = time.monotonic() + seconds, results.header("tuner")
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*.candidates")):
         if time.monotonic() > end:
@@ -99,9 +99,10 @@ def measured(
         found = halves.time_only(document, device, None, end - time.monotonic(), tell)
         if times is not None:
             times.mkdir(parents=True, exist_ok=True)
-            halves.write(found, times / f"{document['block']}.times")
+            named = {**found, "block": document["block"], "card": header["card"]}
+            halves.write(named, times / f"{document['block']}.times")
         rows += [row_of(group, document) for group in found["groups"] if group["trials"]]
-    return {**results.header("tuner"), "rows": rows, "figures": figures(rows)}
+    return {**header, "rows": rows, "figures": figures(rows)}
 
 
 def row_of(group: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def row_of(group: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, A
     base = {
         "block": document["block"], "group": group["group"], "kind": group["kind"], "candidates": len(trials),
         "refused": len(trials) - len(right), "floor_us": group["floor_us"],
+        "fast_from": group.get("origin", "rule"),
     }  # fmt: skip
     if first is None:
         return {**base, "why": "the tile of `fast` has no time"}

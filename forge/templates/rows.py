@@ -39,6 +39,7 @@ from forge.plan import (
 from forge.target import Target
 from forge.templates.choice import SLOW
 from forge.tune.journal import Choices, choice_key
+from forge.tune.shapes import shape_of
 from forge.views import ONE
 
 ZERO = Dim()
@@ -76,10 +77,9 @@ class RowsInput:
     choices: Choices = field(default_factory=Choices)
 
     def choose(self, space: tuple[Dim, ...], accesses: list[Access], prior: Tile, more: object = None) -> Any:
-        """The journal's tile for this work, else the prior."""
-        body = tuple(self.body.stmts)
-        key = choice_key(self.target.arch, space, tuple(accesses), body, more, self.sizes)
-        return self.choices.pick(key, prior)
+        """The journal's tile for this work, else a measured one, else the prior."""
+        work = (self.target.arch, space, tuple(accesses), tuple(self.body.stmts), more, self.sizes)
+        return self.choices.pick(choice_key(*work), prior, shape_of(*work))
 
 
 def lower(given: RowsInput) -> Lowered:
@@ -204,11 +204,18 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     wide = next_pow2(max(cols, 1)) if whole else 4096
     if not row_reduce:
         many = _rows_of(given, space) >= MANY_ROWS
-        looped = col_reduce or (many and _busy_columns(given, accesses))
+        moved = any(a.windows for a in accesses)
+        looped = col_reduce or (many and not moved and _busy_columns(given, accesses))
         wide = min(wide, 512 if looped else 1024)
         if looped:
             return _in_turn(given, space, accesses, wide)
     if not col_reduce and not row_reduce and any(a.windows for a in accesses):
+        if _busy_columns(given, accesses):
+            # A thread has 8 columns of two rows, so that what the columns need is loaded once for both; warps
+            # alone, since what they load is handed round nowhere.
+            wide = min(wide, 256)
+            block = max(512 // wide, 2)
+            return RowTile(block, block, wide, 1, reverse=given.reverse)
         block = max(min(TILE // 2 // wide, 64), 1)  # many operands: 8 elements a thread
         return RowTile(block, block, wide, max(block * wide // 256, 1), reverse=given.reverse)
     if not col_reduce:

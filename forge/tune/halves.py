@@ -16,7 +16,6 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from forge.plan import Tile
 from forge.target import Target
 from forge.tune import candidates, space
 from forge.tune.candidates import Built, Timer
-from forge.tune.journal import tile_of
 from forge.tune.search import FINAL_ROUNDS, FINALISTS, MOST, ROUNDS, SEED, hunts_of
 from forge.tune.store import Store
+from forge.tune.tiles import tile_of, tile_row
 from forge.tune.trials import Hunt, Trial, gain, report, trial_of
 from library.canon import JsonLimits, parse_json
 
@@ -76,12 +75,8 @@ def around(prior: Tile, count: int) -> list[Tile]:
     return list(found.values())
 
 
-def _tile(tile: Tile) -> dict[str, Any]:
-    return {"kind": type(tile).__name__, "tile": asdict(tile)}
-
-
 def _row(hunt: Hunt, tile: Tile, found: Built | str) -> dict[str, Any]:
-    base = {"key": hunt.key, **_tile(tile)}
+    base = {"key": hunt.key, **tile_row(tile)}
     if isinstance(found, str):
         return {**base, "wrong": found}
     code = base64.b64encode(found.code).decode()

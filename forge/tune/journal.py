@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from esper_ir.diagnostics import EXIT_USAGE, EsperError
 from esper_ir.types import Dim
-from forge.plan import (
-    Access,
-    ChainTile,
-    GatherTile,
-    MatmulTile,
-    PlaceTile,
-    PointTile,
-    RowTile,
-    ScanTile,
-    Stmt,
-    SumTile,
-    Tile,
-)
+from forge.plan import Access, Stmt, Tile
+from forge.tune.priors import Table, shipped
+from forge.tune.shapes import Shape
+from forge.tune.tiles import bad, tile_of, tile_row
 from library.canon import canonical_json
 
 SCHEMA = "esper-journal/1"
-TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile)
-KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
 def choice_key(
@@ -58,22 +46,30 @@ def choice_key(
 
 @dataclass
 class Choices:
-    """`given` tiles win over the prior; `made` records every choice of this compilation."""
+    """`given` tiles win over those of the table of `priors`, and these over the rule's. `made` records every
+    choice of this compilation and where it came from ("journal", "table", "near" or "rule"), `shapes` what
+    for.
+    """
 
     given: Mapping[str, Tile] = field(default_factory=dict)
     made: dict[str, tuple[Tile, str]] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    priors: Table = field(default_factory=shipped)
 
-    def pick(self, key: str, prior: Tile) -> Any:
-        """The tile to use: the journal's, else the prior."""
+    def pick(self, key: str, rule: Tile, shape: Shape | None = None) -> Any:
+        """The tile to use: the journal's, else a measured one of this or of near work, else the rule's."""
         found = self.given.get(key)
-        if found is not None and type(found) is not type(prior):
-            raise _bad(f"entry {key[:12]} holds a {type(found).__name__} for a {type(prior).__name__}")
-        self.made[key] = (found, "journal") if found is not None else (prior, "prior")
+        if found is not None and type(found) is not type(rule):
+            raise bad(f"entry {key[:12]} holds a {type(found).__name__} for a {type(rule).__name__}")
+        if shape is not None:
+            self.shapes[key] = shape
+        known = (found, "journal") if found is not None else self.priors.find(key, rule, shape)
+        self.made[key] = known or (rule, "rule")
         return self.made[key][0]
 
     def to_json(self) -> dict[str, Any]:
         """The journal as data. The reason is left out of what is replayed: a replay writes the same bytes."""
-        rows = {k: {"kind": type(t).__name__, "tile": asdict(t)} for k, (t, _) in sorted(self.made.items())}
+        rows = {k: tile_row(t) for k, (t, _) in sorted(self.made.items())}
         return {"schema": SCHEMA, "choices": rows}
 
     def to_bytes(self) -> bytes:
@@ -83,26 +79,8 @@ class Choices:
 def read(document: object) -> Choices:
     """Choices from a journal document; E0514 for anything that is not one."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise _bad(f"not a {SCHEMA} document")
+        raise bad(f"not a {SCHEMA} document")
     choices = document.get("choices")
     if not isinstance(choices, dict):
-        raise _bad("no choices")
+        raise bad("no choices")
     return Choices({str(k): tile_of(str(k), v) for k, v in choices.items()})
-
-
-def tile_of(key: str, row: object) -> Tile:
-    """The tile of a row {kind, tile}; E0514 for what is none."""
-    kind = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
-    values = row.get("tile") if isinstance(row, dict) else None
-    if kind is None or not isinstance(values, dict) or values.keys() != {f.name for f in fields(kind)}:
-        raise _bad(f"entry {key[:12]} is no tile")
-    for name, value in values.items():
-        if not isinstance(value, (int, bool)) or value < 0 or value > 1 << 20:
-            raise _bad(f"entry {key[:12]}: {name} is {value!r}")
-    return kind(**values)
-
-
-def _bad(what: str) -> EsperError:
-    return EsperError(
-        "E0514", f"tuning journal: {what}", hint="use a journal.json of an artifact", exit_code=EXIT_USAGE
-    )

@@ -55,10 +55,11 @@ def hunts_of(kernels: Kernels) -> list[Hunt]:
     """A hunt for every tile of a plan that can be tuned."""
     out = []
     for key, site in sorted(kernels.sites.items()):
-        prior = kernels.choices.made[key][0]
+        prior, origin = kernels.choices.made[key]
         if space.tunable(prior):
             least = candidates.least_us(site, kernels.choices.given)
-            out.append(Hunt(key, site.group.name, prior, least))
+            shape = kernels.choices.shapes.get(key)
+            out.append(Hunt(key, site.group.name, prior, least, shape=shape, origin=origin))
     return out
 
 

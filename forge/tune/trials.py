@@ -10,7 +10,8 @@ from typing import Any
 from esper_ir.diagnostics import EsperError
 from forge.plan import Tile
 from forge.tune import space
-from forge.tune.journal import tile_of
+from forge.tune.shapes import Shape
+from forge.tune.tiles import tile_of, tile_row
 
 MARGIN = 0.02
 
@@ -27,7 +28,7 @@ class Trial:
 
     def row(self) -> dict[str, Any]:
         """As data, for a report and for the store."""
-        base = {"kind": type(self.tile).__name__, "tile": asdict(self.tile)}
+        base = tile_row(self.tile)
         times = {"us": self.us, "low": self.low, "high": self.high}
         return {**base, "wrong": self.wrong} if self.wrong else {**base, **times}
 
@@ -46,7 +47,7 @@ def trial_of(row: Mapping[str, Any]) -> Trial | None:
 @dataclass
 class Hunt:
     """The search for one tile: `group` is the name it has in a plan, `floor_us` the least time of its bytes,
-    `share` how many tiles may be tried.
+    `share` how many tiles may be tried; `shape` and `origin`: what the prior is for and where it came from.
     """
 
     key: str
@@ -55,6 +56,8 @@ class Hunt:
     floor_us: float = 0.0
     trials: dict[str, Trial] = field(default_factory=dict)
     share: int = 0
+    shape: Shape | None = None
+    origin: str = "rule"
 
     def keep(self, trial: Trial) -> None:
         self.trials[repr(trial.tile)] = trial
@@ -96,9 +99,11 @@ class Hunt:
 
     def report(self) -> dict[str, Any]:
         trials = sorted(self.trials.values(), key=lambda t: (bool(t.wrong), t.us))
+        shape = {"family": self.shape.family, "sizes": list(self.shape.sizes)} if self.shape else {}
         return {
             "key": self.key, "group": self.group, "kind": type(self.prior).__name__,
-            "prior": asdict(self.prior), "floor_us": self.floor_us, "trials": [t.row() for t in trials],
+            "prior": asdict(self.prior), "origin": self.origin, **shape, "floor_us": self.floor_us,
+            "trials": [t.row() for t in trials],
         }  # fmt: skip
 
 

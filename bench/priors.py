@@ -1,0 +1,95 @@
+"""Times from a card as the table of tiles that the package ships (forge/tune/priors.json).
+
+    python -m bench.tuner --make out/tuner --target h100     (anywhere)
+    python -m bench.tuner --from out/tuner --out out/found   (on the card: writes out/found/times/*.times)
+    python -m bench.priors out/found/times/*.times           (anywhere: adds to the table)
+
+Of every group the tile goes in that won: 2 % faster than the one the search began from, outside the noise;
+else that one. A group that the forge of today would plan in another way is left out, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+import esper_ir.text as text
+from bench.blocks import available
+from bench.crew import say
+from forge.service import front
+from forge.tune import halves, priors
+from forge.tune.priors import Entry
+from forge.tune.shapes import Shape
+
+
+def entries_of(
+    document: Mapping[str, Any], shapes: Mapping[str, Shape], card: str
+) -> tuple[list[Entry], list[str]]:
+    """Entries of the groups of one document of times, and why others gave none. `shapes`: of groups of today,
+    by key.
+    """
+    made: list[Entry] = []
+    left: list[str] = []
+    for group in document["groups"]:
+        hunt = halves.hunt_of(group)
+        hunt.recall(group["trials"])
+        what = f"{document.get('block', '?')} {hunt.group}"
+        prior = hunt.trials.get(repr(hunt.prior))
+        if prior is None or prior.wrong or not math.isfinite(prior.us):
+            left.append(f"{what}: the tile that it began from has no time")
+        elif hunt.key not in shapes:
+            left.append(f"{what}: planned in another way by now")
+        else:
+            best = hunt.trials[repr(hunt.winner() or hunt.prior)]
+            made.append(
+                Entry(hunt.key, shapes[hunt.key], best.tile, best.us, prior.us, what, card,
+                      str(document["toolchain"]))
+            )  # fmt: skip
+    return made, left
+
+
+def shapes_of(blocks: Iterable[str], target: str) -> dict[str, Shape]:
+    """What every tile of these blocks is chosen for today, by key."""
+    wanted = set(blocks)
+    out: dict[str, Shape] = {}
+    for block in available():
+        if block.name in wanted:
+            out |= front(text.load(block.blueprint), target).kernels.choices.shapes
+    return out
+
+
+def merged(old: Sequence[Entry], new: Sequence[Entry]) -> list[Entry]:
+    """New entries in the place of old ones for the same work."""
+    return list({**{e.key: e for e in old}, **{e.key: e for e in new}}.values())
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.option("--target", default="h100", show_default=True, help="Of the same architecture as the card.")
+@click.option("--card", default="", help="Name of the card, where a file does not hold it.")
+@click.option("--out", type=click.Path(path_type=Path), default=priors.PLACE, show_default=False)
+def main(files: tuple[Path, ...], target: str, card: str, out: Path) -> None:
+    """Add the tiles that won in FILES (documents of times) to the table."""
+    documents = [{"block": p.name.partition(".")[0], **halves.read(p, halves.TIMES)} for p in files]
+    shapes = shapes_of((str(d["block"]) for d in documents), target)
+    made: list[Entry] = []
+    for document in documents:
+        named = str(document.get("card") or card)
+        if not named:
+            raise click.UsageError(f"--card: {document['block']} does not say which card it was")
+        found, left = entries_of(document, shapes, named)
+        made += found
+        for why in left:
+            say(why)
+    old = priors.read(out.read_bytes()) if out.exists() else []
+    table = merged(old, made)
+    out.write_bytes(priors.written(table))
+    say(f"{out}: {len(made)} entries from {len(files)} files, {len(table)} in all")
+
+
+if __name__ == "__main__":
+    main()

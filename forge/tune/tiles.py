@@ -1,0 +1,45 @@
+"""Tiles as data, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from esper_ir.diagnostics import EXIT_USAGE, EsperError
+from forge.plan import (
+    ChainTile,
+    GatherTile,
+    MatmulTile,
+    PlaceTile,
+    PointTile,
+    RowTile,
+    ScanTile,
+    SumTile,
+    Tile,
+)
+
+TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile)
+KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
+
+
+def tile_row(tile: Tile) -> dict[str, Any]:
+    """The tile as {kind, tile}."""
+    return {"kind": type(tile).__name__, "tile": asdict(tile)}
+
+
+def tile_of(key: str, row: object) -> Any:
+    """The tile of a row {kind, tile}; E0514 for what is none."""
+    kind = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
+    values = row.get("tile") if isinstance(row, dict) else None
+    if kind is None or not isinstance(values, dict) or values.keys() != {f.name for f in fields(kind)}:
+        raise bad(f"entry {key[:12]} is no tile")
+    for name, value in values.items():
+        if not isinstance(value, (int, bool)) or value < 0 or value > 1 << 20:
+            raise bad(f"entry {key[:12]}: {name} is {value!r}")
+    return kind(**values)
+
+
+def bad(what: str) -> EsperError:
+    return EsperError(
+        "E0514", f"tuning journal: {what}", hint="use a journal.json of an artifact", exit_code=EXIT_USAGE
+    )
