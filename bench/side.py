@@ -96,7 +96,7 @@ class Side:
         except subprocess.TimeoutExpired:
             return {"error": f"stopped after {SECONDS:.0f} s"}
         if done.returncode:
-            return {"error": done.stderr.strip()[-600:]}
+            return {"error": f"exit {done.returncode}: {done.stderr.strip()[-600:]}"}
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     def prepare(self, impl: str, folder: Path) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _row(
     good = [f for f in found if "error" not in f]
     if not good:
         why = prepared.get("error") or next((f["error"] for f in found if "error" in f), "not run")
-        return {**base, "why": str(why)[-400:]}
+        return {**base, "why": str(why)[:20] + str(why)[20:][-400:]}
     names = ("import_torch_ms", "context_ms", "load_ms", "first_step_ms", "second_step_ms", "total_ms")
     medians = {name: statistics.median(f[name] for f in good) for name in names}
     counts = ("processes", "dynamo_frames", "inductor_misses", "triton_kernels")
