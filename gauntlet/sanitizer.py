@@ -28,6 +28,8 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 FOUND = 86
 """Exit code that the tool is told to end with when it found something."""
 TOOL_SECONDS = 120.0
+LATER = StageReport(NAME, "skipped", 0.0, "not with --quick")
+"""A process of torch under each tool takes longer than all other stages together."""
 LISTED = 50
 """Findings that a tool prints: one of ours may stand behind those of a library."""
 _KERNEL = re.compile(r"access at (\w+)\+0x")

@@ -190,6 +190,16 @@ def _device_sample(fn: Work, scratch: torch.Tensor) -> tuple[Any, Any]:
     return start, end
 
 
+class Replay:
+    """A graph with the work it was captured from: what that holds on to is what the graph reads and writes."""
+
+    def __init__(self, graph: Any, work: Work) -> None:
+        self.graph, self.work = graph, work
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def captured(fn: Work) -> tuple[Work, bool]:
     """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured."""
     side = torch.cuda.Stream()
@@ -206,7 +216,7 @@ def captured(fn: Work) -> tuple[Work, bool]:
     except RuntimeError:
         torch.cuda.synchronize()
         return fn, False
-    return graph.replay, True
+    return Replay(graph, fn), True
 
 
 def wall_times(

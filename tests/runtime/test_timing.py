@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -53,3 +56,15 @@ def test_host_times_wait_only_between_rounds() -> None:
         {"f": lambda: calls.append("f")}, calls=4, rounds=2, synchronise=lambda: calls.append("|")
     )
     assert "".join(calls).endswith("|ffff|ffff|")
+
+
+def test_a_replay_keeps_what_it_reads() -> None:
+    """A graph knows addresses only: tensors that nothing else holds would be given to somebody else."""
+    read = torch.ones(3)
+    known = weakref.ref(read)
+    replay = timing.Replay(SimpleNamespace(replay=lambda: None), partial(torch.neg, read))
+    del read
+    replay()
+    assert known() is not None
+    del replay
+    assert known() is None
