@@ -191,7 +191,7 @@ def _device_sample(fn: Work, scratch: torch.Tensor) -> tuple[Any, Any]:
 
 
 class Replay:
-    """A graph with the work it was captured from: what that holds on to is what the graph reads and writes."""
+    """A graph with the work it was captured from, which holds on to what the graph reads and writes."""
 
     def __init__(self, graph: Any, work: Work) -> None:
         self.graph, self.work = graph, work
