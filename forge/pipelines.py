@@ -17,6 +17,7 @@ from forge.lower import Kernels, PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
+from forge.passes.depthwise import depthwise
 from forge.passes.fold import fold
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.pools import pools_called
@@ -138,7 +139,7 @@ def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: 
     if work.target.kind == "cpu":
         phase = replace(phase, graph=bias_inside(phase.graph))
     else:
-        phase = replace(phase, graph=windows_to_leaves(phase.graph))
+        phase = replace(phase, graph=depthwise(windows_to_leaves(phase.graph)))
     interface = interface_of(work.blueprint, work.graph.types, ())
     sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
     bounds = tuple(bucket.values())

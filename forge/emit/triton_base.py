@@ -56,11 +56,13 @@ def _halves(plan: KernelPlan) -> bool:
 
 @dataclass
 class Kernel:
-    """State of one emission: writer, axes of values, how to address each axis."""
+    """State of one emission: writer, axes of values, how to address each axis; `spread`: what is the same for
+    all rows of a tile is loaded for each of them."""
 
     plan: KernelPlan
     interpreted: bool
     w: Writer = field(default_factory=Writer)
+    spread: bool = False
 
     def __post_init__(self) -> None:
         self.axes = self.plan.axes()
@@ -105,7 +107,8 @@ class Kernel:
 
     def raw_load(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
         """A load that keeps the stored type."""
-        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}"
+        rows = f" + {index[0]} * 0" if self.spread and self.access_axes(access) == "c" else ""
+        address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}{rows}"
         mask = " & ".join([*([mask] if mask else []), *self.inside(access, index)])
         other = number(access.fill) if access.windows else "0"
         return f"tl.load({address}{f', mask={mask}, other={other}' if mask else ''}{hint})"

@@ -65,7 +65,7 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     w.line(f"col = {first}tl.arange(0, {block})[None, :]")
     exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
     col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
-    early, rest = k.hoist()
+    early, rest = ([], list(k.plan.body)) if _spread(k, tile) else k.hoist()
     outer = ["0"] * (len(k.plan.space) - 1)
     for s in early:
         statement(k, s, [*outer, "col"], col_mask)
@@ -82,6 +82,18 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
     _loop(k, tile, work, col_mask, folded)
     _store_partials(k, sums, col_mask.get("c", ""), folded)
+
+
+def _spread(k: Kernel, tile: RowTile) -> bool:
+    """Values of a column are loaded by every thread that needs them, from the cache: as one row of the tile
+    they would be handed round through shared memory, and no window's load is under way across a barrier.
+    """
+    stores = [s for s in k.plan.body if isinstance(s, Store)]
+    rows = all("r" in k.plan.store_axes(s) for s in stores)
+    alone = not any(isinstance(s, Reduce) for s in k.plan.body) and _blocks(k, tile) is None
+    narrow = tile.block_cols < 32 * VECTOR * tile.warps  # a row of it lies otherwise in registers
+    k.spread = alone and rows and narrow and any(a.windows for a in k.plan.accesses)
+    return k.spread
 
 
 def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], folded: bool) -> None:

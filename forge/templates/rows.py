@@ -225,8 +225,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         return RowTile(block, block, wide, warps, reverse=given.reverse, prefetch=ahead)
     rows = _rows_of(given, space)
     block, warps = _both_axes(wide)
-    programs = max(min(-(-rows // block), PROGRAMS * max(4096 // wide, 1)), 1)
-    return RowTile(block, 0, wide, warps, programs=next_pow2(programs), reverse=given.reverse, prefetch=True)
+    most = PROGRAMS * max(4096 // wide, 1) if wide >= 256 else WARPS // warps
+    programs = next_pow2(max(min(-(-rows // block), most), 1))
+    return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=True)
 
 
 def _rows_of(given: RowsInput, space: tuple[Dim, ...]) -> int:
@@ -369,8 +370,8 @@ def _sum_tile(parts: int, cols: int) -> SumTile:
     rows that leaves few steps: each waits for memory.
     """
     wide = min(max(next_pow2(cols // 128), 8), 32)
-    block = min(4096 // wide, next_pow2(max(parts, 1)))
-    return SumTile(block, wide, min(max(block * wide // 512, 1), 8))
+    block = min((4096 if parts * wide <= 8192 else 16384) // wide, next_pow2(max(parts, 1)))
+    return SumTile(block, wide, min(max(block * wide // 512, 1), 8 if block * wide <= 4096 else 16))
 
 
 def _load(access: int, name: str) -> Stmt:

@@ -24,7 +24,7 @@ COUNTS = ("groups", "num_groups", "end", "start")
 BLOCKS: dict[str, tuple[dict[int, int], dict[str, int]]] = {
     "cross_entropy": ({32000: 70}, {"rows": 13}),
     "squeeze_excite": ({256: 24, 56: 5}, {"n": 3}),
-    "dw_pw": ({256: 8, 28: 6}, {"n": 2}),
+    "dw_pw": ({256: 16, 28: 6}, {"n": 2}),
     "conv_res": ({128: 8, 56: 6}, {"n": 3}),
     "attention": ({64: 8, 16: 3}, {"batch": 2, "rows": 9}),
     "rope_qk_norm": ({64: 8, 32: 4, 16: 3}, {"batch": 2, "rows": 5}),

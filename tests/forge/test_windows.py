@@ -15,7 +15,7 @@ import esper_ir.text as text
 from esper_ir.graph import Blueprint
 from forge.explain import explain
 from forge.lower import PhaseLowering
-from forge.plan import GatherTile, KernelPlan, PlaceTile, Scan, ScanTile
+from forge.plan import Compute, GatherTile, KernelPlan, PlaceTile, Scan, ScanTile
 from forge.service import front
 from forge.work import Work
 from library.launch import ExternStep
@@ -217,6 +217,58 @@ def test_nothing_is_stored_between_a_convolution_and_its_pooling() -> None:
     assert len(forward.plan.steps) == 2
 
 
+# Depthwise convolutions.
+
+FILTERS: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {
+    "same size": ([2, 5, 6, 16], [3, 3], {"padding": [1]}),
+    "unlike axes": (["n", 7, 4, 24], [1, 3], {"padding": [0, 2], "dilation": [1, 2]}),
+    "larger": ([1, 4, 3, 16], [2, 2], {"padding": [1, 1]}),
+    "spread": ([1, 8, 9, 40], [3, 2], {"stride": [2, 1], "padding": [1, 0]}),
+}
+
+
+def depthwise_document(name: str, dtype: str, after: bool = True) -> dict[str, Any]:
+    shape, window, attrs = FILTERS[name]
+    data = document("conv2d", shape, dtype, {**attrs, "groups": shape[-1], "data_format": "NHWC"})
+    data["params"] = {"w": {"dtype": dtype, "shape": [shape[-1], *window, 1]}}
+    data["nodes"][0]["inputs"] = ["x", "w"]
+    if after:
+        data["nodes"].append({"id": "z", "op": "relu", "inputs": ["y"], "attrs": {}})
+        data["outputs"] = ["z"]
+    return data
+
+
+def depthwise(name: str, dtype: str = "bfloat16", after: bool = True) -> Blueprint:
+    return parsed(depthwise_document(name, dtype, after))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_depthwise_convolution_is_a_kernel_with_what_follows(name: str) -> None:
+    """One kernel lays the filters out, one adds the products of the windows; the gradient of the filters is a
+    call, and that of the operand where positions were skipped."""
+    work = check(depthwise(name), {"n": 3} if name == "unlike axes" else {}, "h100")
+    strided = name == "spread"
+    assert calls(work) == {"conv2d_weight_grad"} | ({"conv2d_input_grad"} if strided else set())
+    inference = next(low for low in work.lowerings if low.phase.name == "inference")
+    assert len(inference.plan.steps) == 2
+    check(depthwise(name), {"n": 3} if name == "unlike axes" else {}, "cpu", "c")
+
+
+def test_a_depthwise_convolution_is_summed_in_float32() -> None:
+    work = check(depthwise("same size", after=False), {}, "h100")
+    check(depthwise("same size", "float64"), {}, "h100")
+    wide = [s for p in plans(work) for s in p.body if isinstance(s, Compute) and len(s.args) == 2]
+    assert wide and {s.dtype.value for s in wide} == {"float32"}
+
+
+def test_few_channels_and_large_filters_stay_library_calls() -> None:
+    for shape, window in (([1, 5, 5, 8], [3, 3]), ([1, 9, 9, 16], [5, 5]), ([1, 1, 9, 16], [1, 3])):
+        data = document("conv2d", shape, "bfloat16", {"groups": shape[-1], "data_format": "NHWC"})
+        data["params"] = {"w": {"dtype": "bfloat16", "shape": [shape[-1], *window, 1]}}
+        data["nodes"][0]["inputs"] = ["x", "w"]
+        assert "conv2d" in calls(front(parsed(data), "h100"))
+
+
 # Triton's interpreter.
 
 CASES: dict[str, dict[str, Any]] = {
@@ -224,6 +276,7 @@ CASES: dict[str, dict[str, Any]] = {
     "embedding": {"path": "examples/embedding_norm.json", "sizes": {"32000": 70, "1024": 24},
                   "dims": {"rows": 90}},
     "pooling": {"path": "examples/max_pool_block.json", "sizes": {"56": 6, "128": 16}, "dims": {"n": 2}},
+    "depthwise": {"blueprint": depthwise_document("unlike axes", "bfloat16"), "dims": {"n": 3}},
     "backwards": {"blueprint": document("cumsum", ["n", "rows"], "float32", {"dim": 1, "reverse": True}),
                   "dims": {"n": 3, "rows": 70}},
     "planes": {"blueprint": document("max_pool2d", *POOLS["overlapping"][:1], "bfloat16",
