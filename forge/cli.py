@@ -89,7 +89,7 @@ def _blueprint(path: Path) -> Any:
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--pipeline", "pipelines", multiple=True, help="Pipeline, repeatable (default: fast).")
 @TARGET
-@click.option("--objective", "objectives", multiple=True, help="speed (default) or memory, repeatable.")
+@click.option("--objective", "objectives", multiple=True, help="speed (default), memory, power; repeatable.")
 @click.option(
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )

@@ -103,7 +103,8 @@ def save(work: Work) -> Work:
     card = work.target.kind != "cpu"
     leaves = frozenset(v.name for v in work.blueprint.leaves if v.kind != "input")
     resident = leaves if work.objective == "memory" else None
-    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card, resident))
+    power = work.target if work.objective == "power" else None
+    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card, resident, power))
 
 
 def plan(work: Work) -> Work:
@@ -221,8 +222,9 @@ TUNED: tuple[Step, ...] = (*FRONT, ("tune", tune), *BACK)
 STANDARD = Pipeline("standard", "300 tiles measured on the card that is here, within 5 minutes", TUNED)
 AGGRESSIVE = Pipeline("aggressive", "as many tiles as the budget allows (30 minutes if not told)", TUNED)
 PIPELINES = {p.name: p for p in (FAST, STANDARD, AGGRESSIVE)}
-OBJECTIVES = ("speed", "memory")
-"""What an artifact is made for: `memory` keeps the fewest bytes between forward and backward."""
+OBJECTIVES = ("speed", "memory", "power")
+"""What an artifact is made for: `memory` keeps the fewest bytes between forward and backward, `power` spends
+the fewest joules."""
 EFFORTS: dict[str, tuple[int, float]] = {"standard": (300, 300.0), "aggressive": (100_000, 1800.0)}
 """Trials and seconds of the pipelines that measure."""
 

@@ -13,6 +13,7 @@ import forge.targets
 from esper_ir.diagnostics import EXIT_USAGE, Accepted, EsperError
 from esper_ir.discover import collect
 from esper_ir.types import DType
+from forge.energy import Energy
 from library.platform import Platform
 from runtime.system import machine
 
@@ -37,6 +38,7 @@ class Target:
     `copy_TBps`: bytes read plus written per second by a large copy; measured on h200 (4.25, 0.885 of the
     published peak), elsewhere the same share of the published peak, on a cpu an order of magnitude.
     `bf16_TFLOPs`: published dense peak, 0 without hardware for it. Both only order candidates.
+    `energy`: what bytes and operations cost in joules; it orders what the objective `power` chooses.
     `ptx_version`: PTX ISA asked of the compiler, 0 for none.
     """
 
@@ -60,6 +62,7 @@ class Target:
     contractions: str = "template"
     dot_dtypes: tuple[DType, ...] = HALF_DTYPES
     dtypes: tuple[DType, ...] = EVERY_DTYPE
+    energy: Energy | None = None
     ptx_version: int = 0
     summary: str = ""
 

@@ -13,6 +13,7 @@ from esper_ir.types import TensorType
 from forge.groups import lowering_kind
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.save import depends_on, saved_values
+from forge.target import Target
 from forge.views import View, is_dense, views
 
 
@@ -101,10 +102,11 @@ def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
 
 
 def choose_saved(
-    joint: Joint, sizes: Mapping[str, int], card: bool = True, resident: frozenset[str] | None = None
-) -> tuple[str, ...]:
+    joint: Joint, sizes: Mapping[str, int], card: bool = True, resident: frozenset[str] | None = None,
+    power: Target | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """What the forward hands to the backward (forge.passes.save)."""
-    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card, resident)
+    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card, resident, power)
 
 
 def _owned(

@@ -10,6 +10,10 @@ is that of torch's functorch partitioner.)
 
 The objective `memory` prices what stays in memory between forward and backward instead: parameters are there
 anyway, everything else counts its bytes once, and everything may be computed again, products too.
+
+The objective `power` prices both sides in joules (forge.energy): a saved value the bytes that it moves, one
+that is computed again its operations and, of products and reductions, the operands that they read; static
+power flows for the time of either. Libraries' operators and running values are not repeated.
 """
 
 from __future__ import annotations
@@ -18,8 +22,14 @@ from collections.abc import Callable, Mapping
 
 import networkx
 
-from esper_ir.graph import Graph
+from esper_ir.graph import Graph, Node
+from esper_ir.opdef import Pointwise
+from esper_ir.registry import OPS
+from esper_ir.scalar import Prim, walk
+from forge.energy import Energy
 from forge.groups import lowering_kind
+from forge.target import Target
+from forge.templates.choice import SLOW
 from forge.views import movement, views
 
 RECOMPUTED = ("pointwise", "movement", "creation")
@@ -27,10 +37,11 @@ RECOMPUTED = ("pointwise", "movement", "creation")
 
 def saved_values(
     joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], card: bool = True,
-    resident: frozenset[str] | None = None,
+    resident: frozenset[str] | None = None, power: Target | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
-    prices. With `resident`, the leaves that are in memory anyway, the fewest bytes are kept. On a `card` a
+    prices. With `resident`, the leaves that are in memory anyway, the fewest bytes are kept; with `power` the
+    fewest joules are spent on that target. On a `card` a
     kernel reads rows of a table itself, so that it does so again for nothing; on a processor a convolution
     takes the bias that is added to it, and its result has no memory.
     """
@@ -39,11 +50,16 @@ def saved_values(
     needed |= {o for o in joint.outputs if o in needed}
     if not needed:
         return ()
-    if resident is None:
-        again = (*RECOMPUTED, *(("lookup",) if card else ()))
-        flow = _network(joint, late, needed, again, _traffic(joint, sizes, _stored(joint, late, card)))
+    again = (*RECOMPUTED, *(("lookup",) if card else ()))
+    moved = _traffic(joint, sizes, _stored(joint, late, card))
+    if power is not None and power.energy is not None:
+        a_byte = power.energy.moved(1.0, power.copy_TBps)
+        redone = _redone(joint, sizes, power, power.energy, late)
+        flow = _network(joint, late, needed, redone, lambda name: round(moved(name) * a_byte))
+    elif resident is not None:
+        flow = _network(joint, late, needed, lambda node: 0, _kept(joint, sizes, resident))
     else:
-        flow = _network(joint, late, needed, None, _kept(joint, sizes, resident))
+        flow = _network(joint, late, needed, _free(again, _gathered(joint)), moved)
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
     order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
     cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
@@ -83,13 +99,60 @@ def _kept(joint: Graph, sizes: Mapping[str, int], resident: frozenset[str]) -> C
     return price
 
 
+def _free(again: tuple[str, ...], gathered: set[str]) -> Callable[[Node], int | None]:
+    """What computing a node again costs: nothing for these kinds of work, all others are not repeated."""
+    return lambda node: 0 if lowering_kind(node) in again and node.id not in gathered else None
+
+
+def _redone(
+    joint: Graph, sizes: Mapping[str, int], target: Target, energy: Energy, late: frozenset[str]
+) -> Callable[[Node], int | None]:
+    """Picojoules of computing a node again; None for what is not. What the forward has no use for itself is
+    computed once in any case.
+    """
+    gathered, useful = _gathered(joint), {o for o in joint.outputs if o not in late}
+    for node in reversed(list(joint)):
+        if useful & set(node.outputs):
+            useful |= set(node.tensors)
+
+    def price(node: Node) -> int | None:
+        kind = lowering_kind(node)
+        if kind in ("movement", "creation"):
+            return 0
+        if node.id in gathered or kind not in ("pointwise", "lookup", "reduction", "contraction"):
+            return None
+        if not useful & set(node.outputs):
+            return 0
+        count = node.types[0].numel.value(sizes)
+        read = sum(_bytes(joint, v, sizes) for v in dict.fromkeys(node.tensors))
+        if kind == "contraction":
+            flops = 2 * count * joint.types[node.tensors[0]].shape[-1].value(sizes)
+            return round(energy.multiplied(flops, target.bf16_TFLOPs) + energy.moved(read, target.copy_TBps))
+        if kind == "reduction":
+            ops = joint.types[node.tensors[0]].numel.value(sizes)
+            return round(energy.computed(ops) + energy.moved(read, target.copy_TBps))
+        return round(energy.computed(count * _operations(node)))
+
+    return price
+
+
+def _operations(node: Node) -> int:
+    """On one element, about: eight for what is no single instruction."""
+    low = OPS[node.op].lowering
+    if not isinstance(low, Pointwise):
+        return 1
+    names = [e.name for e in walk(low.body(dict(node.attrs))) if isinstance(e, Prim)]
+    return max(len(names) + 7 * sum(name in SLOW for name in names), 1)
+
+
 def _network(
-    joint: Graph, late: frozenset[str], needed: set[str], again: tuple[str, ...] | None,
+    joint: Graph, late: frozenset[str], needed: set[str], again: Callable[[Node], int | None],
     price: Callable[[str], int],
 ) -> networkx.DiGraph:  # fmt: skip
-    """`again`: kinds of work that may be repeated; None: every kind."""
+    """`price` of keeping a value; what it costs to make a node's values `again`, None where they cannot be:
+    what is cut between the source and a value is that it is computed on the far side.
+    """
     flow = networkx.DiGraph()
-    gathered = set[str]() if again is None else _gathered(joint)
     for name in (v for v in joint.inputs if v not in late):
         flow.add_edge("source", ("in", name))
         flow.add_edge(("in", name), ("out", name), capacity=price(name))
@@ -101,8 +164,9 @@ def _network(
             # A view has no memory of its own to keep: without a capacity it is never cut.
             cost = {} if kind == "movement" else {"capacity": price(name)}
             flow.add_edge(("in", name), ("out", name), **cost)
-            if name in gathered or (again is not None and kind not in again):
-                flow.add_edge("source", ("in", name))
+            redo = again(node)
+            if redo != 0:
+                flow.add_edge("source", ("in", name), **({} if redo is None else {"capacity": redo}))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))
     for name in needed:

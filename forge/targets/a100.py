@@ -1,5 +1,6 @@
 """NVIDIA A100 (SXM, 80 GB)."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -16,5 +17,6 @@ TARGET = Target(
     l2_bytes=40 << 20,
     memory_bytes=80 * 10**9,
     ptx_version=84,
+    energy=published(400, 1.80, 312.0, 19.5),
     summary="NVIDIA A100, Ampere",
 )

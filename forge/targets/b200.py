@@ -1,5 +1,6 @@
 """NVIDIA B200."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -17,5 +18,6 @@ TARGET = Target(
     l2_bytes=126 << 20,
     memory_bytes=180 * 10**9,
     ptx_version=86,
+    energy=published(1000, 7.1, 2250.0, 80.0),
     summary="NVIDIA B200, Blackwell",
 )

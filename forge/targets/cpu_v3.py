@@ -1,5 +1,6 @@
 """x86-64 processors with AVX2, FMA and F16C."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -15,5 +16,6 @@ TARGET = Target(
     vector_bytes=32,
     contractions="extern",
     dot_dtypes=(),
+    energy=published(150, 0.02, 0.1, 1.0, "a processor of"),
     summary="x86-64 with AVX2, C and OpenMP",
 )

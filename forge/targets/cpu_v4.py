@@ -1,5 +1,6 @@
 """x86-64 processors with AVX-512 (F, BW, CD, DQ, VL)."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -15,5 +16,6 @@ TARGET = Target(
     vector_bytes=64,
     contractions="extern",
     dot_dtypes=(),
+    energy=published(150, 0.02, 0.2, 2.0, "a processor of"),
     summary="x86-64 with AVX-512, C and OpenMP",
 )

@@ -1,5 +1,6 @@
 """NVIDIA H100 (SXM). The same architecture as h200: a binary for one runs on the other."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -17,5 +18,6 @@ TARGET = Target(
     l2_bytes=50 << 20,
     memory_bytes=80 * 10**9,
     ptx_version=84,
+    energy=published(700, 2.97, 989.0, 67.0),
     summary="NVIDIA H100, Hopper",
 )

@@ -1,5 +1,6 @@
 """NVIDIA H200 (SXM): an H100 with faster memory."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -16,5 +17,6 @@ TARGET = Target(
     l2_bytes=50 << 20,
     memory_bytes=141 * 10**9,
     ptx_version=84,
+    energy=published(700, 4.25, 989.0, 67.0),
     summary="NVIDIA H200, Hopper",
 )

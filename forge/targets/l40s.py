@@ -1,5 +1,6 @@
 """NVIDIA L40S."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -16,5 +17,6 @@ TARGET = Target(
     l2_bytes=96 << 20,
     memory_bytes=48 * 10**9,
     ptx_version=84,
+    energy=published(350, 0.76, 362.0, 91.6),
     summary="NVIDIA L40S, Ada",
 )

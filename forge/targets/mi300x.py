@@ -1,5 +1,6 @@
 """AMD Instinct MI300X: compiled for, never measured here."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -17,5 +18,6 @@ TARGET = Target(
     bf16_TFLOPs=1307.0,
     l2_bytes=32 << 20,
     memory_bytes=192 * 10**9,
+    energy=published(750, 4.7, 1307.0, 163.4),
     summary="AMD Instinct MI300X (compile only)",
 )

@@ -1,5 +1,6 @@
 """NVIDIA GeForce RTX 4090."""
 
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -17,5 +18,6 @@ TARGET = Target(
     l2_bytes=72 << 20,
     memory_bytes=24 * 10**9,
     ptx_version=84,
+    energy=published(450, 0.89, 165.0, 82.6),
     summary="NVIDIA GeForce RTX 4090, Ada",
 )

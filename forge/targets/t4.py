@@ -1,6 +1,7 @@
 """NVIDIA T4: no bfloat16, and matrix instructions out of Triton's reach: contractions are library calls."""
 
 from esper_ir.types import DType
+from forge.energy import published
 from forge.target import Target
 
 TARGET = Target(
@@ -20,5 +21,6 @@ TARGET = Target(
     dot_dtypes=(),
     dtypes=tuple(d for d in DType if d is not DType.bfloat16),
     ptx_version=84,
+    energy=published(70, 0.28, 65.0, 8.1),
     summary="NVIDIA T4, Turing",
 )

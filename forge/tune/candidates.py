@@ -113,22 +113,25 @@ class Timer:
     store: Store | None
     priors: dict[str, Built] = field(default_factory=dict)
     """What the other tiles of a key are compared with."""
+    absent: str = ""
+    """Why the device counts no energy, once it was asked."""
 
-    def time(self, rows: Sequence[tuple[Hunt, Built]], rounds: int) -> None:
-        """In one worker; a crash or an endless launch is found by halving."""
+    def time(self, rows: Sequence[tuple[Hunt, Built]], rounds: int, energy: bool = False) -> None:
+        """In one worker; a crash or an endless launch is found by halving. With `energy` joules too."""
         self.priors.update({b.key: b for h, b in rows if b.tile == h.prior})
         if not rows:
             return
-        request = {"device": self.device, "rounds": rounds, "jobs": self._jobs(rows)}
+        request = {"device": self.device, "rounds": rounds, "jobs": self._jobs(rows), "energy": energy}
         try:
             found = run_worker("forge.tune.clock", request, CLOCK_LIMITS)
         except EsperError as error:
             if len(rows) == 1:
                 rows[0][0].keep(Trial(rows[0][1].tile, wrong=str(error)[:200]))  # may be the machine's fault
                 return
-            self.time(rows[: len(rows) // 2], rounds)
-            self.time(rows[len(rows) // 2 :], rounds)
+            self.time(rows[: len(rows) // 2], rounds, energy)
+            self.time(rows[len(rows) // 2 :], rounds, energy)
             return
+        self.absent = found.pop("absent", self.absent)
         for number, (hunt, built) in enumerate(rows):
             self.keep(hunt, Trial(built.tile, **found[built.key][str(number)]))
 

@@ -17,6 +17,7 @@ from esper_ir.diagnostics import EsperError
 from library import launch
 from runtime import timing
 from runtime.code import load_code
+from runtime.energy import Meter, joules
 from runtime.executor import Program, Ready
 
 SLACK = 32.0
@@ -26,13 +27,18 @@ REPEATS = 5
 
 def run(request: Mapping[str, Any]) -> dict[str, Any]:
     """`jobs`: each {"name", "dims", "values", "candidates": [{"name", "plan", "kernels", "code"}]};
-    `rounds` of the measurement. Answers {job: {candidate: {"us", "low", "high"} or {"wrong": why}}}.
+    `rounds` of the measurement. Answers {job: {candidate: {"us", "low", "high"} or {"wrong": why}}}, with
+    `energy` also {"uj", "uj_low", "uj_high"} (microjoules) where the device has a counter, else "absent".
     """
     device = torch.device(request["device"])
-    return {job["name"]: _job(job, device, int(request["rounds"])) for job in request["jobs"]}
+    meter = Meter(device) if request.get("energy") else None
+    done = {job["name"]: _job(job, device, int(request["rounds"]), meter) for job in request["jobs"]}
+    return {**done, **({"absent": meter.absent} if meter is not None and meter.absent else {})}
 
 
-def _job(job: Mapping[str, Any], device: torch.device, rounds: int) -> dict[str, Any]:
+def _job(
+    job: Mapping[str, Any], device: torch.device, rounds: int, meter: Meter | None = None
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     shared: dict[str, torch.Tensor] = {}
     work: dict[str, Any] = {}
@@ -53,7 +59,13 @@ def _job(job: Mapping[str, Any], device: torch.device, rounds: int) -> dict[str,
         want = want or found
         work[name] = lambda r=ready, m=memory: r(list(m))
     times = _times(work, device, rounds) if work else {}
-    return out | {n: {"us": t.median, "low": t.low, "high": t.high} for n, t in times.items()}
+    out |= {n: {"us": t.median, "low": t.low, "high": t.high} for n, t in times.items()}
+    for name in work:
+        if meter is None or meter.absent:
+            break
+        spent = joules(work[name], meter, device)
+        out[name] |= {"uj": spent.median, "uj_low": min(spent.samples), "uj_high": max(spent.samples)}
+    return out
 
 
 def _times(work: Mapping[str, Any], device: torch.device, rounds: int) -> dict[str, timing.Timing]:

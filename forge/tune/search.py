@@ -27,7 +27,7 @@ from forge.tune.rank import ranked
 from forge.tune.store import Store
 from forge.tune.trials import Hunt, Trial, gain, report, winners
 
-FINALISTS = 8
+FINALISTS, ENERGY_FINALISTS = 8, 5
 ROUNDS, FINAL_ROUNDS = 9, 41
 A_CORE, MOST = 6, 96
 """Candidates of one build and one timing, by cores that build them."""
@@ -36,11 +36,14 @@ SEED = 20_240
 
 @dataclass(frozen=True)
 class Effort:
-    """`trials` over all groups of a blueprint; `seconds`: no new batch begins after that."""
+    """`trials` over all groups of a blueprint; `seconds`: no new batch begins after that. `aim`: the
+    objective; for `power` the finalists' energy is measured where the device counts it, a group at a time.
+    """
 
     trials: int = 300
     seconds: float = 300.0
     finalists: int = FINALISTS
+    aim: str = "speed"
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,13 @@ def search(
     hunts = hunts_of(kernels)
     for hunt in hunts:
         hunt.recall(store.measurements(hunt.key, target.arch, toolchain) if store else ())
+    timer = Timer(device or "", target.arch, toolchain, store)
     if device is not None:
-        timer = Timer(device, target.arch, toolchain, store)
         try:
             _hunt(hunts, _Bench(kernels.sites, kernels.choices.given, target, timer), effort, progress)
         except KeyboardInterrupt:
             progress("tune: interrupted; the best so far is kept")
-    return Found(winners(hunts), report(hunts, target.arch, toolchain))
+    return Found(winners(hunts, effort.aim), report(hunts, target.arch, toolchain, effort.aim, timer.absent))
 
 
 def _hunt(
@@ -95,7 +98,15 @@ def _hunt(
         done = sum(len(h.trials) for h in hunts)
         progress(f"tune: {done} of {sum(h.share for h in hunts)} tiles, {gain(hunts):.2f}x so far")
         bench.measure(batch, ROUNDS)
-    bench.measure([(h, t) for h in hunts for t in h.finalists(effort.finalists)], FINAL_ROUNDS)
+    if effort.aim != "power":
+        bench.measure([(h, t) for h in hunts for t in h.finalists(effort.finalists)], FINAL_ROUNDS)
+        return
+    for hunt in hunts:
+        if time.monotonic() - started > 2 * effort.seconds:
+            break
+        progress(f"tune: energy of {hunt.group}")
+        tiles = hunt.finalists(ENERGY_FINALISTS, always=True)
+        bench.measure([(hunt, tile) for tile in tiles], FINAL_ROUNDS, energy=True)
 
 
 def _shares(hunts: Sequence[Hunt], effort: Effort) -> None:
@@ -138,7 +149,7 @@ class _Bench:
     target: Target
     timer: Timer
 
-    def measure(self, asked: Sequence[tuple[Hunt, Tile]], rounds: int) -> None:
+    def measure(self, asked: Sequence[tuple[Hunt, Tile]], rounds: int, energy: bool = False) -> None:
         """Every one of these tiles has a trial afterwards."""
         made = candidates.build([(self.sites[h.key], h.key, t) for h, t in asked], self.given, self.target)
         rows: list[tuple[Hunt, Built]] = []
@@ -147,4 +158,4 @@ class _Bench:
                 self.timer.keep(hunt, Trial(tile, wrong=found))
             else:
                 rows.append((hunt, found))
-        self.timer.time(rows, rounds)
+        self.timer.time(rows, rounds, energy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -14,22 +14,30 @@ from forge.tune.shapes import Shape
 from forge.tune.tiles import tile_of, tile_row
 
 MARGIN = 0.02
+ENERGY = ("uj", "uj_low", "uj_high")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One tile: median and interval in microseconds, or why it is out."""
+    """One tile: median and interval in microseconds, where it was measured also in microjoules; or why it is
+    out.
+    """
 
     tile: Tile
     us: float = math.inf
     low: float = math.inf
     high: float = math.inf
     wrong: str = ""
+    uj: float = math.inf
+    uj_low: float = math.inf
+    uj_high: float = math.inf
 
     def row(self) -> dict[str, Any]:
         """As data, for a report and for the store."""
         base = tile_row(self.tile)
         times = {"us": self.us, "low": self.low, "high": self.high}
+        if math.isfinite(self.uj):
+            times |= {"uj": self.uj, "uj_low": self.uj_low, "uj_high": self.uj_high}
         return {**base, "wrong": self.wrong} if self.wrong else {**base, **times}
 
 
@@ -39,7 +47,8 @@ def trial_of(row: Mapping[str, Any]) -> Trial | None:
         tile = tile_of("kept", row)
         if row.get("wrong"):
             return Trial(tile, wrong=str(row["wrong"]))
-        return Trial(tile, float(row["us"]), float(row["low"]), float(row["high"]))
+        spent = [float(row.get(name, math.inf)) for name in ENERGY]
+        return Trial(tile, float(row["us"]), float(row["low"]), float(row["high"]), "", *spent)
     except (EsperError, KeyError, TypeError, ValueError):
         return None
 
@@ -60,6 +69,10 @@ class Hunt:
     origin: str = "rule"
 
     def keep(self, trial: Trial) -> None:
+        """The newest counts; energy that it did not measure stays."""
+        old = self.trials.get(repr(trial.tile))
+        if old is not None and not trial.wrong and not math.isfinite(trial.uj):
+            trial = replace(trial, uj=old.uj, uj_low=old.uj_low, uj_high=old.uj_high)
         self.trials[repr(trial.tile)] = trial
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -72,10 +85,12 @@ class Hunt:
         """Trials that count, fastest first."""
         return sorted((t for t in self.trials.values() if not t.wrong), key=lambda t: t.us)
 
-    def finalists(self, count: int) -> list[Tile]:
-        """The prior and the best others, to be timed side by side; none where nothing is faster."""
+    def finalists(self, count: int, always: bool = False) -> list[Tile]:
+        """The prior and the best others, to be timed side by side; none where nothing is faster, unless
+        `always`.
+        """
         good = self.good()
-        if len(good) < 2 or good[0].tile == self.prior:
+        if len(good) < 2 or (good[0].tile == self.prior and not always):
             return []
         return [self.prior, *(t.tile for t in good[:count] if t.tile != self.prior)]
 
@@ -88,13 +103,23 @@ class Hunt:
                     found.setdefault(repr(tile), tile)
         return list(found.values())
 
-    def winner(self) -> Tile | None:
-        """A tile that beats the prior by the margin, outside the noise; among equals the nearest."""
+    def by_energy(self, aim: str) -> bool:
+        """Whether joules decide: they were asked for, and are known of the prior."""
+        prior = self.trials.get(repr(self.prior))
+        return aim == "power" and prior is not None and math.isfinite(prior.uj)
+
+    def winner(self, aim: str = "speed") -> Tile | None:
+        """A tile that beats the prior by the margin, outside the noise; among equals the nearest. For `power`
+        what counts is energy where it was measured, else time.
+        """
         prior = self.trials.get(repr(self.prior))
         if prior is None or prior.wrong:
             return None
-        better = [t for t in self.good() if t.us < prior.us * (1 - MARGIN) and t.high < prior.low]
-        even = [t.tile for t in better if t.us <= better[0].us * 1.005]
+        cost = _joules if self.by_energy(aim) else _time
+        least, low, _ = cost(prior)
+        good = sorted(self.good(), key=lambda t: cost(t)[0])
+        better = [t for t in good if cost(t)[0] < least * (1 - MARGIN) and cost(t)[2] < low]
+        even = [t.tile for t in better if cost(t)[0] <= cost(better[0])[0] * 1.005]
         return min(even, key=lambda t: (space.distance(t, self.prior), repr(t)), default=None)
 
     def report(self) -> dict[str, Any]:
@@ -107,8 +132,16 @@ class Hunt:
         }  # fmt: skip
 
 
-def winners(hunts: Iterable[Hunt]) -> dict[str, Tile]:
-    found = {h.key: h.winner() for h in hunts}
+def _time(t: Trial) -> tuple[float, float, float]:
+    return t.us, t.low, t.high
+
+
+def _joules(t: Trial) -> tuple[float, float, float]:
+    return t.uj, t.uj_low, t.uj_high
+
+
+def winners(hunts: Iterable[Hunt], aim: str = "speed") -> dict[str, Tile]:
+    found = {h.key: h.winner(aim) for h in hunts}
     return {key: tile for key, tile in found.items() if tile is not None}
 
 
@@ -119,7 +152,12 @@ def gain(hunts: Sequence[Hunt]) -> float:
     return sum(p for p, _ in timed) / sum(b for _, b in timed) if timed else 1.0
 
 
-def report(hunts: Iterable[Hunt], arch: str, toolchain: str) -> dict[str, Any]:
-    """The document kept beside an artifact."""
-    groups = [h.report() for h in hunts]
-    return {"schema": "esper-tuning/1", "arch": arch, "toolchain": toolchain, "groups": groups}
+def report(
+    hunts: Sequence[Hunt], arch: str, toolchain: str, aim: str = "speed", absent: str = ""
+) -> dict[str, Any]:
+    """The document kept beside an artifact. `decided`: by what the tiles of each group were chosen; `absent`:
+    why no energy was measured for `power`.
+    """
+    groups = [{**h.report(), "decided": "energy" if h.by_energy(aim) else "time"} for h in hunts]
+    document = {"schema": "esper-tuning/1", "arch": arch, "toolchain": toolchain, "groups": groups}
+    return {**document, "objective": aim, **({"absent": absent} if absent else {})}
