@@ -174,7 +174,7 @@ def tune(work: Work) -> Work:
     if work.tuning.replayed:
         return work
     device = device_of(work.target)
-    effort = Effort(work.tuning.trials, work.tuning.seconds)
+    effort = Effort(work.tuning.trials, work.tuning.seconds, aim=work.objective)
     found = search(
         work.kernels, work.target, device, toolchain_of(work.target), effort, work.tuning.store,
         work.tuning.progress,
