@@ -15,7 +15,8 @@ from torch import Tensor
 from esper_ir import canonical, grad, oracle, reference, text, verify
 from esper_ir.expand import expand
 from esper_ir.graph import Blueprint, Graph
-from esper_ir.types import DType, TensorType
+from esper_ir.show import flops
+from esper_ir.types import Dim, DType, TensorType
 from library import launch as launch_manifest
 from library.launch import DimSource, ExternStep, Guard, LaunchManifest, Plan, evaluate
 from library.manifest import Container, blueprint_text
@@ -27,6 +28,8 @@ ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Largest tensor of the largest case: what a reference in float64 computes in a fraction of a second."""
 SWEPT = {"cpu": 1 << 19, "cuda": 1 << 20}
 """Largest tensor of the many cases; an eighth of that in a hurry."""
+SCORES_SHARE = 16
+"""So many scores of attention, which only a reference writes down, count as one element."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
 BASE, BASE_ELEMENTS, BASE_WORK = 48, 1 << 14, 1 << 24
 """A size that most cases use: small, no power of two, several times the smallest tile; less where tensors are
@@ -154,12 +157,21 @@ class Subject:
         return all(_inside(d, dims[d.name]) for d in self.launch.interface.dims)
 
     def elements(self, dims: Mapping[str, int]) -> int:
-        """Of the largest tensor of any plan at these sizes; tensors of one size only do not count."""
+        """Of the largest tensor of any plan at these sizes; tensors of one size only do not count, scores of
+        attention in part."""
         key = tuple(dims.items())
         if key not in self._elements:
             found = (prod(evaluate(n, dims) for n in shape) for shape in self._growing)
-            self._elements[key] = max(found, default=1)
+            scores = (work.value(dims) // each // SCORES_SHARE for work, each in self._scores)
+            self._elements[key] = max((*found, *scores), default=1)
         return self._elements[key]
+
+    @cached_property
+    def _scores(self) -> list[tuple[Dim, int]]:
+        """Operations of every attention, and how many of them are for one score."""
+        nodes = [node for node in self.flat if node.op == "attention"]
+        widths = [self.flat.types[str(node.inputs[0])].shape[-1].static or 1 for node in nodes]
+        return [(flops(self.flat, node), 4 * width) for node, width in zip(nodes, widths, strict=True)]
 
     @cached_property
     def _growing(self) -> list[tuple[Any, ...]]:

@@ -3,6 +3,7 @@ about the judge."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,8 @@ from gauntlet.stages import determinism, gradients
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from runtime.executor import Program
-from tests.faults import handmade, toys
+from tests.faults import corpus, handmade, toys
+from tests.source import ROOT
 
 OWN_OPERATIONS = 65_000
 """Of torch, with the short list of cases, for an artifact with three gradients: 52,000 when this was written,
@@ -85,3 +87,12 @@ def test_the_judges_own_work_is_bounded(context: Context, monkeypatch: pytest.Mo
             if stage.name != "memory":  # its thousand calls are the candidate's
                 assert isinstance(stage.run(context), Passed), stage.name
     assert counting.count < OWN_OPERATIONS
+
+
+def test_scores_that_only_a_reference_writes_down_count() -> None:
+    """No plan of attention has a tensor of rows times rows; in float64 those of 16,384 rows are 34 GB."""
+    example = json.loads((ROOT / "examples" / "attention.json").read_text(encoding="utf-8"))
+    subject = Subject(unpack(corpus.compiled(example, "cpu").container), torch.device("cpu"))
+    assert subject.elements({"batch": 1, "rows": 64}) == 16 * 64 * 64
+    assert subject.elements({"batch": 1, "rows": 16384}) == 16 * 16384**2 // 16
+    assert subject.largest_dims()["rows"] < 2048
