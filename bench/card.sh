@@ -123,6 +123,7 @@ if [ "${TESTS_S:-160}" -gt 0 ]; then
         done
     done
     wait $SHARES
+    cp "$WORK"/tests-*.txt "$RESULTS"
     "$PYTHON" -m bench.shard "$WORK"/tests-*.jsonl > "$RESULTS/gpu-tests.json" || FAILED="$FAILED tests"
 fi
 echo "== all after $SECONDS s; failed:${FAILED:- none}"
