@@ -1,71 +1,51 @@
 /* A block's call in one C++ function, with an autograd node that runs backward without the interpreter.
  *
  * block(dtypes, classes, index, gradients) -> capsule    what one block gives to its calls; index -1: the cpu
- * learn(capsule, shapes, asked, dims, segment, fresh, outputs, saved) -> bool    a plan for calls of these shapes
+ * learn(capsule, shapes, asked, dims, parts, fresh, outputs, saved) -> bool    a plan for calls of these shapes; a part
+ *     is a segment of kernels or a library call as runtime.executor.Extern.described gives it
  * call(capsule, tensors: list) -> result | None           None: not known, or odd in some way; nothing has happened
  * launches(capsule) -> int
+ * perform(call, tensors: list) -> list | None    one library call alone; None: only Python can
  *
- * Only the common case is here: plain dense tensors of the learnt shapes, plans that are one segment of kernels. All
- * else is answered by runtime/functions.py, which `gradients` reaches from backward: gradients.describe(mask, dims)
- * gives (segment, fresh, returns) or None, gradients(dims, mask, saved, cotangents) the gradients.
+ * Only the common case is here: plain dense tensors of the learnt shapes, plans of kernels and of the library calls in
+ * _calls.h. All else is answered by runtime/functions.py, which `gradients` reaches from backward:
+ * gradients.describe(mask, dims) gives (parts, fresh, returns) or None, gradients(dims, mask, saved, cotangents) the
+ * gradients.
  *
  * Built by `python -m runtime build` against the torch that is installed; its internals are used, so a file serves
  * exactly one version of torch and of Python, and its name says which.
  */
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
-#include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <unordered_map>
 
+#include "_calls.h"
 #include "_segment.h"
 
 namespace esper {
 
-using at::Tensor;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
+constexpr int FORMAT = 2;      // of what Python passes; as in runtime/node.py
 constexpr size_t LIMIT = 256;  // learnt tuples of shapes per block, as READY_LIMIT
 
-/* An owned reference that may be dropped by a thread of the engine, which does not hold the interpreter. */
-struct Held {
-    PyObject* object = nullptr;
-    Held() = default;
-    explicit Held(PyObject* o) : object(o) { Py_XINCREF(o); }
-    Held(Held&& other) noexcept : object(other.object) { other.object = nullptr; }
-    Held& operator=(Held&& other) noexcept {
-        std::swap(object, other.object);
-        return *this;
-    }
-    ~Held() {
-        if (!object || !Py_IsInitialized()) return;
-        pybind11::gil_scoped_acquire gil;
-        Py_DECREF(object);
-    }
-};
-
-struct Fresh {
-    std::vector<int64_t> sizes, strides;
-    at::ScalarType dtype;
+struct Part {
+    const segment* run = nullptr;
+    std::unique_ptr<Call> call;
 };
 
 struct Plan {
     Held owner;
-    const segment* run = nullptr;
+    std::vector<Part> parts;
     std::vector<Fresh> fresh;
+    int64_t launches = 0, slots = 0;
+    bool calls = false;
 };
 
 struct Backward {
@@ -129,72 +109,79 @@ bool plain(const Tensor& t, at::ScalarType dtype, int64_t index) {
     return index < 0 || !((uintptr_t)t.const_data_ptr() & 15);
 }
 
-/* -- the card: found in torch's own library when it is loaded, so that one source serves builds with and without it */
-
-typedef at::TensorBase (*empty_cuda_fn)(at::IntArrayRef, at::IntArrayRef, at::ScalarType, std::optional<at::Device>);
-typedef int32_t (*stream_fn)(int32_t, void**);
-
-void* from_cuda(const char* symbol) {
-    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-    return library ? dlsym(library, symbol) : nullptr;
-}
-
-Tensor allocate(const Fresh& f, int64_t index) {
-    if (index < 0) return Tensor(at::detail::empty_strided_cpu(f.sizes, f.strides, f.dtype));
-    static auto made = (empty_cuda_fn)from_cuda(
-        "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE");
-    at::Device device(at::kCUDA, (c10::DeviceIndex)index);
-    if (made) return Tensor(made(f.sizes, f.strides, f.dtype, device));
-    at::AutoDispatchBelowADInplaceOrView below;
-    return at::empty_strided(f.sizes, f.strides, at::TensorOptions().dtype(f.dtype).device(device));
-}
-
-bool stream_of(int64_t index, void** stream) {
-    static auto current = (stream_fn)from_cuda("aoti_torch_get_current_cuda_stream");
-    *stream = nullptr;
-    return index < 0 || (current && current((int32_t)index, stream) == 0);
-}
-
-/* Appends fresh memory to the slots and launches; false when something must be answered by the slower path. */
-bool execute(const Plan& plan, std::vector<Tensor>& slots, Shared& shared) {
-    const segment* s = plan.run;
+/* One run of kernels, then what it needs to know of memory that calls have brought. */
+bool launch(const segment* s, const std::vector<Tensor>& slots, void* stream) {
     int64_t base[MAX_BUFFERS], at = 0;
-    void* stream;
-    if ((int64_t)(slots.size() + plan.fresh.size()) != s->nslots || !stream_of(shared.index, &stream)) return false;
-    for (const Fresh& f : plan.fresh) slots.push_back(allocate(f, shared.index));
     for (size_t i = 0; i < slots.size(); i++) {
-        base[i] = (int64_t)(uintptr_t)slots[i].const_data_ptr();
-        if (!base[i] && !s->nullable[i]) return false;
+        const bool there = slots[i].defined();
+        base[i] = there ? (int64_t)(uintptr_t)slots[i].const_data_ptr() : 0;
+        if (there && !base[i] && !s->nullable[i]) return false;
     }
-    if (run(s, base, stream, &at)) return false;
-    shared.launches.fetch_add(s->nsteps, std::memory_order_relaxed);
+    return !run(s, base, stream, &at);
+}
+
+/* Appends fresh memory to the slots and runs; false when something must be answered by the slower path. */
+bool execute(const Plan& plan, std::vector<Tensor>& slots, Shared& shared) {
+    const size_t given = slots.size();
+    void* stream;
+    if ((int64_t)(given + plan.fresh.size()) != plan.slots) return false;
+    for (const Part& p : plan.parts)
+        if (p.call && p.call->odd->load(std::memory_order_relaxed)) return false;
+    if (!stream_of(shared.index, &stream)) return false;
+    for (const Fresh& f : plan.fresh) slots.push_back(f.late ? Tensor() : allocate(f, shared.index));
+    std::optional<Below> below;
+    if (plan.calls) below.emplace();
+    for (const Part& p : plan.parts)
+        if (p.call ? !perform(*p.call, slots, plan.fresh, given, shared.index) : !launch(p.run, slots, stream))
+            return false;
+    shared.launches.fetch_add(plan.launches, std::memory_order_relaxed);
     return true;
 }
 
 /* -- from Python ---------------------------------------------------------------------------------------------- */
 
-std::vector<int64_t> integers(PyObject* sequence) {
-    std::vector<int64_t> out;
-    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(sequence))
-        out.push_back(item.cast<int64_t>());
-    return out;
+/* False: there is a call in it that only Python can do. */
+bool read_parts(pybind11::handle parts, size_t given, Plan& plan) {
+    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(parts)) {
+        Part part;
+        if (PyTuple_Check(item.ptr())) {
+            part.call = read_call(item);
+            if (!part.call) return false;
+            for (auto* side : {&part.call->inputs, &part.call->outs})
+                for (const View& v : *side)
+                    if (v.slot < 0 || v.slot >= plan.slots) return false;
+            for (const View& v : part.call->outs)
+                if (v.slot >= (int64_t)given && v.whole && part.call->makes && !part.call->shaped)
+                    plan.fresh[v.slot - given].late = true;
+            plan.calls = true;
+            plan.launches += 1;
+        } else {
+            part.run = (const segment*)PyCapsule_GetPointer(item.ptr(), SEGMENT);
+            if (!part.run) throw python_error();
+            if (part.run->nslots != plan.slots) return false;
+            plan.launches += part.run->nsteps;
+        }
+        plan.parts.push_back(std::move(part));
+    }
+    return true;
 }
 
-Plan read_plan(PyObject* capsule, PyObject* fresh) {
+/* `given`: tensors that a call of the plan brings. */
+std::optional<Plan> read_plan(PyObject* parts, PyObject* fresh, size_t given) {
     Plan plan;
-    plan.owner = Held(capsule);
-    plan.run = (const segment*)PyCapsule_GetPointer(capsule, SEGMENT);
-    if (!plan.run) throw python_error();
+    plan.owner = Held(parts);
     for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(fresh)) {
         auto row = item.cast<pybind11::tuple>();
-        plan.fresh.push_back({integers(pybind11::object(row[0]).ptr()), integers(pybind11::object(row[1]).ptr()),
+        plan.fresh.push_back({integers(row[0]), integers(row[1]),
                               ((THPDtype*)pybind11::object(row[2]).ptr())->scalar_type});
     }
+    plan.slots = (int64_t)(given + plan.fresh.size());
+    if (plan.slots > MAX_BUFFERS || !read_parts(parts, given, plan)) return std::nullopt;
     return plan;
 }
 
 /* The plan for these gradients, asked for once. */
-const Backward* backward_for(Entry& entry, uint64_t mask, const std::vector<bool>& wanted) {
+const Backward* backward_for(Entry& entry, uint64_t mask, const std::vector<bool>& wanted, size_t given) {
     {
         std::lock_guard<std::mutex> lock(entry.mutex);
         for (auto& known : entry.backward)
@@ -208,9 +195,8 @@ const Backward* backward_for(Entry& entry, uint64_t mask, const std::vector<bool
     std::unique_ptr<Backward> made;
     if (!found.is_none()) {
         auto row = found.cast<pybind11::tuple>();
-        made = std::make_unique<Backward>();
-        made->plan = read_plan(pybind11::object(row[0]).ptr(), pybind11::object(row[1]).ptr());
-        made->returns = integers(pybind11::object(row[2]).ptr());
+        auto plan = read_plan(pybind11::object(row[0]).ptr(), pybind11::object(row[1]).ptr(), given);
+        if (plan) made = std::make_unique<Backward>(std::move(*plan), integers(row[2]));
     }
     std::lock_guard<std::mutex> lock(entry.mutex);
     for (auto& known : entry.backward)
@@ -260,7 +246,7 @@ struct EsperBackward : public Node {
         if (easy) {
             c10::OptionalDeviceGuard guard;
             if (shared.index >= 0) guard.reset_device(at::Device(at::kCUDA, (c10::DeviceIndex)shared.index));
-            const Backward* known = backward_for(*entry, mask, wanted);
+            const Backward* known = backward_for(*entry, mask, wanted, given);
             if (known && execute(known->plan, slots, shared)) {
                 variable_list out(wanted.size());
                 for (size_t i = 0; i < out.size(); i++)
@@ -418,24 +404,26 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 PyObject* learn(PyObject*, PyObject* args) {
     HANDLE_TH_ERRORS
-    PyObject *capsule, *shapes, *dims, *run, *fresh, *outputs, *saved;
+    PyObject *capsule, *shapes, *dims, *parts, *fresh, *outputs, *saved;
     int asked;
-    if (!PyArg_ParseTuple(args, "OOpOOOOO", &capsule, &shapes, &asked, &dims, &run, &fresh, &outputs, &saved))
+    if (!PyArg_ParseTuple(args, "OOpOOOOO", &capsule, &shapes, &asked, &dims, &parts, &fresh, &outputs, &saved))
         return nullptr;
     Block* block = block_of(capsule);
     const int64_t inputs = (int64_t)block->shared->dtypes.size();
+    auto plan = read_plan(parts, fresh, (size_t)inputs);
+    if (!plan) Py_RETURN_FALSE;
     auto path = std::make_unique<Path>();
-    path->plan = read_plan(run, fresh);
+    path->plan = std::move(*plan);
     path->outputs = integers(outputs);
     path->saved = integers(saved);
     // A result that is an input's own memory would need a view of it, and a mask has 64 bits.
     for (int64_t i : path->outputs)
         if (i < inputs) Py_RETURN_FALSE;
-    if (inputs > 64 || path->plan.run->nslots != inputs + (int64_t)path->plan.fresh.size()) Py_RETURN_FALSE;
+    if (inputs > 64) Py_RETURN_FALSE;
     Key key;
     std::vector<Fresh> known;
     for (pybind11::handle shape : pybind11::reinterpret_borrow<pybind11::sequence>(shapes)) {
-        auto sizes = integers(shape.ptr());
+        auto sizes = integers(shape);
         known.push_back({sizes, {}, block->shared->dtypes.at(known.size())});
         key.push_back((int64_t)sizes.size());
         key.insert(key.end(), sizes.begin(), sizes.end());
@@ -485,11 +473,29 @@ PyObject* launches(PyObject*, PyObject* capsule) {
     END_HANDLE_TH_ERRORS
 }
 
+/* One library call on tensors that stand in the order of its slots: what tests compare with Python's. */
+PyObject* perform_one(PyObject*, PyObject* args) {
+    HANDLE_TH_ERRORS
+    PyObject *described, *list;
+    if (!PyArg_ParseTuple(args, "OO!", &described, &PyList_Type, &list)) return nullptr;
+    auto call = read_call(described);
+    if (!call) Py_RETURN_NONE;
+    std::vector<Tensor> slots;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) slots.push_back(THPVariable_Unpack(PyList_GET_ITEM(list, i)));
+    Below below;
+    if (!perform(*call, slots, {}, slots.size(), slots.at(0).is_cpu() ? -1 : slots[0].get_device())) Py_RETURN_NONE;
+    pybind11::list out;
+    for (const Tensor& t : slots) out.append(pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(t)));
+    return out.release().ptr();
+    END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
     {"block", make, METH_VARARGS, "what one block gives to its calls"},
     {"learn", learn, METH_VARARGS, "a plan for calls of these shapes"},
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, "the result, or None"},
-    {"launches", launches, METH_O, "kernels launched so far"},
+    {"perform", perform_one, METH_VARARGS, "one library call"},
+    {"launches", launches, METH_O, "kernels launched and calls made so far"},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -497,4 +503,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_node", nullptr, -1, methods, null
 
 }  // namespace esper
 
-PyMODINIT_FUNC PyInit__node(void) { return PyModule_Create(&esper::module); }
+PyMODINIT_FUNC PyInit__node(void) {
+    PyObject* made = PyModule_Create(&esper::module);
+    if (made && PyModule_AddIntConstant(made, "FORMAT", esper::FORMAT)) Py_CLEAR(made);
+    return made;
+}

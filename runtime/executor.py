@@ -52,6 +52,14 @@ class Extern:
         self.call, self.program = call, program
         self._run = externs.prepare(call.step.op, call.step.attrs, len(call.inputs))
 
+    def described(self) -> tuple[Any, ...]:
+        """For `runtime/_node.cpp`: name, attributes, inputs and outs as (slot, shape, stride, whole)."""
+        sides = (
+            tuple((slot, view.shape, view.stride, view.whole) for slot, view in side)
+            for side in (self.call.inputs, self.call.outs)
+        )
+        return (self.call.step.op, dict(self.call.step.attrs), *sides)
+
     def __call__(self, stream: int, slots: list[Any]) -> None:
         call = self.call
         inputs = [view.of(slots[slot]) for slot, view in call.inputs]
@@ -107,10 +115,14 @@ class Ready:
         return _raw_stream(self._index) if self._index >= 0 else 0
 
     def described(self) -> tuple[Any, Any] | None:
-        """Segment and fresh memory (shape, stride, dtype), when the plan is one run of kernels of the C
-        dispatcher."""
-        run = self._single
-        return (run.program, self._fresh) if isinstance(run, NativeDispatch) else None
+        """Parts (runs of kernels of the C dispatcher, library calls) and fresh memory (shape, stride, dtype);
+        None when a run of kernels is too long for the C dispatcher."""
+        parts: list[Any] = []
+        for part in self.parts:
+            if not isinstance(part, NativeDispatch | Extern):
+                return None
+            parts.append(part.program if isinstance(part, NativeDispatch) else part.described())
+        return tuple(parts), self._fresh
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """E0810, E0811, E0821 unless what the caller passes is what the plan's buffers say."""

@@ -73,7 +73,7 @@ class Gradients:
         return found if self._debug else self._memo.put((mask, dims), found)
 
     def describe(self, mask: Mask, dims: Dims) -> tuple[Any, ...] | None:
-        """The same for `runtime/_node.cpp`: segment, fresh memory and returns; None when a call must come
+        """The same for `runtime/_node.cpp`: parts, fresh memory and returns; None when a call must come
         here."""
         found = self.plan(mask, dims)
         run = found[0].described() if found is not None else None

@@ -1,8 +1,9 @@
 """The optional autograd node: a call and its backward without the interpreter (`runtime/_node.cpp`).
 
 It uses torch's internals, so it is built against the torch that is installed, by `python -m runtime build`,
-and loaded only under the name that says this Python and this torch. Without it, or with ESPER_NODE=0, calls
-go through `runtime.functions`: the same plans, the same results.
+and loaded only under the name that says this Python and this torch. Library calls of a plan are made there
+too (`runtime/_calls.h`). Without it, or with ESPER_NODE=0, calls go through `runtime.functions`: the same
+plans, the same results.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from runtime.errors import fail
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "_node.cpp"
 BUILD_SECONDS = 600
+FORMAT = 2  # of what is passed to it, as in `runtime/_node.cpp`
 
 
 def file_name() -> str:
@@ -45,6 +47,8 @@ def _load() -> tuple[Any, str]:
         loader.exec_module(module)
     except ImportError as error:
         return None, f"{path.name} cannot be loaded: {error}"
+    if getattr(module, "FORMAT", 1) != FORMAT:
+        return None, f"{path.name} was built from another source: python -m runtime build"
     return module, ""
 
 
@@ -74,6 +78,7 @@ def _absent(*args: Any) -> Any:
 call = _absent if _module is None else _module.call
 learn = _absent if _module is None else _module.learn
 launches = _absent if _module is None else _module.launches
+perform = _absent if _module is None else _module.perform
 
 
 def build(compiler: str = "") -> Path:

@@ -1,0 +1,270 @@
+"""Plans with library calls through the autograd node: the bits of the Python path, call by call and plan by
+plan."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import runtime
+from esper_ir.infer import bind
+from esper_ir.opdef import Opaque, OpDef, Sample
+from esper_ir.reference import evaluate
+from forge.templates.extern import _scalars
+from library.launch import Buffer, DimSource, ExternStep, Interface, LaunchManifest, Plan, TensorSpec, View
+from runtime import node
+from runtime.calls import NONDETERMINISTIC
+from runtime.externs import dense, prepare
+from tests.esper_ir.cases import whole_graph
+from tests.runtime import artifacts as a
+from tests.runtime.conftest import TEXT, Put
+from tests.runtime.test_every_call import CASES, DEVICES, drawn
+
+pytestmark = pytest.mark.skipif(
+    not node.available(), reason=f"THE AUTOGRAD NODE IS NOT HERE ({node.state()}): its tests did not run"
+)
+PYTHON_ONLY = ("pad", "scatter", "unsort", "recurrence", "cumprod", "cummax", "cummin", "logcumsumexp")
+Leaves = list[Tensor]
+Pair = tuple[runtime.Block, runtime.Block, Leaves]
+
+
+def described(op: str, attrs: dict[str, Any], inputs: list[Tensor], outs: list[Tensor]) -> tuple[Any, ...]:
+    """The call with every tensor in a slot of its own."""
+    views = [(at, tuple(t.shape), dense(t.shape), True) for at, t in enumerate((*inputs, *outs))]
+    return op, attrs, tuple(views[: len(inputs)]), tuple(views[len(inputs) :])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("op", "sample"), CASES)
+def test_a_call_gives_what_python_gives(op: OpDef, sample: Sample, device: str) -> None:
+    graph = whole_graph(op, sample)
+    (one,) = graph.nodes
+    values = drawn(op, sample)
+    eager = evaluate(graph, values, precision="declared")
+    inputs = [values[r].to(device) for r in one.tensors]
+    attrs: dict[str, Any] = bind(_scalars(one), {})
+    assert isinstance(op.lowering, Opaque)
+    name = op.lowering.template
+    outs, own = ([torch.empty_like(eager[n], device=device) for n in graph.outputs] for _ in range(2))
+    made = prepare(name, attrs, len(inputs))(inputs, outs)
+    slots = node.perform(described(name, attrs, inputs, own), [*inputs, *own])
+    if slots is None:  # by formulas, or not in its table
+        reversed_sum = name == "cumsum" and attrs.get("reverse")
+        small = "attention" in name or name.startswith("adaptive_max_pool3d")
+        assert reversed_sum or small or name.startswith(PYTHON_ONLY)
+        return
+    exact = name not in NONDETERMINISTIC[device]
+    for found, want in zip(slots[len(inputs) :], made if made is not None else outs, strict=False):
+        assert found.shape == want.shape and found.dtype is want.dtype
+        slack = 0.0 if exact else 1e-2
+        torch.testing.assert_close(found, want.contiguous(), rtol=slack, atol=slack, equal_nan=True)
+
+
+def attention() -> LaunchManifest:
+    """Calls only: whatever the library brings takes its slot."""
+    shape, rows, attrs = ("rows", 2, 6, 8), ("rows", 2, 6), {"is_causal": True, "scale": 0.4}
+    feeds = [Buffer(n, "input", i, "float32", shape) for i, n in enumerate("qkv")]
+    y, lse = Buffer("y", "output", 0, "float32", shape), Buffer("lse", "temp", 0, "float32", rows)
+    ahead = tuple(View(i) for i in range(3))
+    call = ExternStep("y", "attention", ahead, (View(3),), attrs)
+    saving = replace(call, outs=(View(3), View(4)))
+    kept = [replace(b, source="saved", index=i) for i, b in enumerate((*feeds, y, lse))]
+    flow = Buffer("g", "cotangent", 0, "float32", shape)
+    grads = [Buffer(f"d{n}", "gradient", i, "float32", shape) for i, n in enumerate("qkv")]
+    back = ExternStep(
+        "d", "attention_grad", (View(5), *map(View, range(5))), tuple(map(View, (6, 7, 8))), attrs
+    )
+    plans = (
+        Plan("inference", (), (), (*feeds, y), (call,), outputs=(3,)),
+        Plan("forward", (), (), (*feeds, y, lse), (saving,), outputs=(3,), saved=(0, 1, 2, 3, 4)),
+        Plan("backward", (), ("q", "k", "v"), (*kept, flow, *grads), (back,), gradients=(6, 7, 8)),
+    )
+    interface = Interface(
+        inputs=tuple(TensorSpec(n, "input", "float32", shape) for n in "qkv"),
+        outputs=(TensorSpec("y", "output", "float32", shape),),
+        dims=(DimSource("rows", 1, 1000, 1, (16,), 0, 0),),
+        differentiable=("q", "k", "v"),
+    )
+    return LaunchManifest(interface, plans, a.KERNELS)
+
+
+def product() -> LaunchManifest:
+    """y = (x * w) @ m^T: kernels and products by turns, operands seen transposed."""
+    found = a.product()
+    attrs = {"precision": "ieee"}
+    (inference,) = found.plans
+    t, y = inference.buffers[3], inference.buffers[4]
+    forward = replace(inference, phase="forward", saved=(0, 1, 2, 3))
+    kept = [replace(b, source="saved", index=i) for i, b in enumerate((*inference.buffers[:3], t))]
+    flow = replace(y, name="g", source="cotangent", index=0)
+    made = [
+        Buffer("dx", "gradient", 0, "float32", ("rows", a.N)),
+        Buffer("dw", "gradient", 1, "float32", (a.N,)),
+        Buffer("dm", "gradient", 2, "float32", (5, a.N)),
+        Buffer("dt", "temp", 1, "float32", ("rows", a.N)),
+        Buffer("partial", "temp", 2, "float32", (a.PARTS, a.N)),
+    ]
+    steps = (
+        ExternStep("dt", "mm", (View(4), View(2)), (View(8),), attrs),
+        a.step("backward", "backward", a.args(0, 1, 8, 5, 9, "rows"), a.PARTS),
+        ExternStep("dm", "mm", (View(4, (), (1, 0)), View(3)), (View(7),), attrs),
+        a.step("total", "total", a.args(9, 6)),
+    )
+    back = Plan("backward", (), ("x", "w", "m"), (*kept, flow, *made), steps, gradients=(5, 6, 7))
+    interface = replace(found.interface, differentiable=("x", "w", "m"))
+    return LaunchManifest(interface, (inference, forward, back), found.kernels)
+
+
+KINDS: dict[str, tuple[Callable[[], LaunchManifest], Callable[[int], list[tuple[int, ...]]]]] = {
+    "attention": (attention, lambda rows: [(rows, 2, 6, 8)] * 3),
+    "product": (product, lambda rows: [(rows, a.N), (a.N,), (5, a.N)]),
+}
+
+
+def leaves(kind: str, rows: int = 4, dtype: torch.dtype = torch.float32) -> Leaves:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = KINDS[kind][1](rows)
+    return [torch.randn(s, generator=generator, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+@pytest.fixture(params=list(KINDS))
+def both(put: Put, request: pytest.FixtureRequest) -> Pair:
+    """One artifact twice, through the node and through Python alone, and leaves for it."""
+    launch = KINDS[request.param][0]()
+    shapes = {s.name: {"dtype": s.dtype, "shape": list(s.shape)} for s in launch.interface.inputs}
+    text = json.dumps({**TEXT, "name": request.param, "inputs": shapes, "params": {}, "nodes": []})
+    mark = request.param.encode().hex().ljust(64, "0")
+    name = put(launch, blueprint={"id": mark, "name": request.param, "interface": mark, "text": text})
+    with_node, without = (runtime.load(name, functional=True) for _ in range(2))
+    without._state.node = None
+    given = leaves(request.param)
+    with_node(*given)
+    return with_node, without, given
+
+
+def gradients(block: runtime.Block, given: Leaves) -> list[Tensor]:
+    y = block(*given)
+    flow = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    return [y, *torch.autograd.grad(y, [t for t in given if t.requires_grad], flow)]
+
+
+def launched(block: runtime.Block, call: Callable[[], object]) -> int:
+    before = block._state.launched()
+    call()
+    return block._state.launched() - before
+
+
+def test_calls_and_kernels_are_made_there_and_counted_alike(both: Pair) -> None:
+    block, plain, given = both
+    plain(*given)
+    counted = plain.report()["counters"]["launches"]
+    gradients(plain, given)
+    counted = plain.report()["counters"]["launches"] - counted
+    assert launched(block, lambda: gradients(block, given)) == counted > 0
+    with torch.no_grad():
+        block(*given)  # teaches
+        assert launched(block, lambda: block(*given)) > 0
+
+
+@pytest.mark.parametrize("asked", [(True, True, True), (True, False, False), (False, False, True)])
+def test_the_bits_are_those_of_the_python_path(both: Pair, asked: tuple[bool, ...]) -> None:
+    block, plain, given = both
+    chosen = [t.detach().requires_grad_(on) for t, on in zip(given, asked, strict=True)]
+    assert all(map(torch.equal, gradients(block, chosen), gradients(plain, chosen)))
+    assert all(map(torch.equal, gradients(block, chosen), gradients(plain, chosen)))
+
+
+def test_autocast_and_inference_mode_change_nothing(both: Pair) -> None:
+    block, plain, given = both
+    want = gradients(plain, given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block(*given)
+        assert y.dtype is torch.float32 and torch.equal(y, want[0])
+    flow = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, torch.autograd.grad(y, given, flow), want[1:]))
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(block(*given), want[0])
+
+
+def test_hooks_checkpoints_and_changes_in_place(both: Pair) -> None:
+    block, plain, given = both
+    want = torch.autograd.grad(plain(*given).sum(), given)
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = block(*given)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), given), want))
+    y = checkpoint(lambda *t: block(*t), *given, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), given), want))
+    y = block(*given)
+    with torch.no_grad():
+        given[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    forward = next(p for p in block.program.launch.plans if p.phase == "forward")
+    if set(forward.outputs) & set(forward.saved):
+        y = block(*given)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.mul_(2).sum().backward()
+
+
+def test_from_many_threads_and_sizes(both: Pair) -> None:
+    block, plain, _ = both
+    kind = block._blueprint
+    wrong: list[int] = []
+
+    def work(rows: int) -> None:
+        given = leaves(kind, rows)
+        want = gradients(plain, given)
+        for _ in range(10):
+            if not all(map(torch.equal, gradients(block, given), want)):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 3, 5, 5, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_second_derivatives_are_refused(both: Pair) -> None:
+    block, _, given = both
+    made = torch.autograd.grad(block(*given).sum(), given[0], create_graph=True)[0]
+    with pytest.raises(Exception, match="differentiable once"):
+        torch.autograd.grad(made.sum(), given[1])
+
+
+def test_what_only_python_can_is_left_to_it(put: Put) -> None:
+    """A call that is not in the table, and one that turns out to be computed by formulas."""
+    shape = ("rows", a.N)
+    buffers = (a.X, a.W, Buffer("y", "output", 0, "float32", shape))
+    call = ExternStep("y", "cumsum", (View(0),), (View(2),), {"dim": 0, "reverse": True})
+    plan = Plan("inference", (), (), buffers, (call,), outputs=(2,))
+    block = runtime.load(put(LaunchManifest(a.INTERFACE, (plan,), a.KERNELS)), functional=True)
+    x, w = torch.randn(5, a.N), torch.randn(a.N)
+    for _ in range(3):
+        assert torch.equal(block(x, w), x.flip(0).cumsum(0).flip(0))
+    assert block._state.launched() == 0
+    q = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    call = described("attention", {"is_causal": False, "scale": 1.0}, [q] * 3, [q])
+    assert node.perform(call, [q, q, q, torch.empty_like(q)]) is None
+
+
+def test_a_result_is_adopted_only_where_it_fits(put: Put) -> None:
+    """One that lies otherwise in memory is copied into place."""
+    x, w = torch.randn(1, 4, 5, 5), torch.randn(6, 4, 3, 3)
+    attrs = {"stride": "1,1", "padding": "1,1", "dilation": "1,1", "groups": 1, "data_format": "NHWC"}
+    given = [x.permute(0, 2, 3, 1).contiguous(), w.permute(0, 2, 3, 1).contiguous()]
+    out = torch.zeros(1, 5, 5, 6)
+    slots = node.perform(described("conv2d", attrs, given, [out]), [*given, out])
+    assert slots[2].data_ptr() == out.data_ptr() and out.any()  # the caller's own is written
