@@ -1,9 +1,9 @@
 /* The sums of runtime/seeds/telemetry.py for a layer's result in host memory, one pass after the other through the
  * cache instead of forty calls of the framework. What each number means stands there.
  *
- * activation(h, rows, stride, features, chunks, columns, width, places, inward, drawn, waiting, scale)
+ * activation(h, rows, stride, features, chunks, columns, width, places, inward, drawn, waiting)
  * gradient(g, rows, stride, features, chunks, columns, width, first)
- * halves(g, rows, stride, features, chunks, waiting, drawn, outward, seen, share, out)
+ * halves(g, rows, stride, features, chunks, waiting, drawn, outward, seen, share, out, among, power)
  *
  * Every array arrives as an address of fp32, rows by columns, `stride` floats from row to row where it is named; sizes
  * are integers; `places` are seven column numbers, eight bits each. The caller vouches for addresses and sizes. Only
@@ -120,6 +120,8 @@ WIDE static void product(const float *a, int64_t rows, int64_t stride, int64_t n
         product_by(a, rows, stride, n, b, 16, out);
     else if (many == 8)
         product_by(a, rows, stride, n, b, 8, out);
+    else if (many == 4)
+        product_by(a, rows, stride, n, b, 4, out);
     else
         product_by(a, rows, stride, n, b, (int)many, out);
 }
@@ -174,7 +176,7 @@ static float entropy(const float *unit, int64_t rows, int64_t n, int64_t low, in
 
 /* One row of `columns` per chunk. */
 static void chunk_sums(const rows_t *h, int64_t c, const float *mean, const float *variance, const float *unit,
-                       float *work, float *columns, int64_t places, float *scale) {
+                       float *work, float *columns, int64_t places) {
     const int64_t low = first_of(h, c), size = first_of(h, c + 1) - low;
     const int64_t step = (size + FEATURES - 1) / FEATURES, many = (size + step - 1) / step;
     double middle = 0, spread = 0;
@@ -196,7 +198,6 @@ static void chunk_sums(const rows_t *h, int64_t c, const float *mean, const floa
     const float sums[7] = {1, (float)(middle / size), (float)(spread / size), (float)dead / (float)size, correlation,
                            entropy(unit, h->rows, h->features, low, size), rank};
     for (int i = 0; i < 7; i++) columns[(places >> (8 * i)) & 255] += sums[i];
-    if (scale) scale[1 + c] += sums[2];
 }
 
 static int numbers(PyObject *const *args, Py_ssize_t n, int64_t *out) {
@@ -205,25 +206,22 @@ static int numbers(PyObject *const *args, Py_ssize_t n, int64_t *out) {
 }
 
 static PyObject *activation(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t a[12];
-    if (n != 12) return PyErr_Format(PyExc_TypeError, "activation takes 12 integers, not %zd", n);
+    int64_t a[11];
+    if (n != 11) return PyErr_Format(PyExc_TypeError, "activation takes 11 integers, not %zd", n);
     if (!numbers(args, n, a)) return NULL;
     const rows_t h = {(const float *)a[0], a[1], a[2], a[3], a[4]};
     const int64_t drawn = a[9];
     if (h.rows < 1 || h.chunks < 1 || h.features < h.chunks || drawn > MOST)
         return PyErr_Format(PyExc_ValueError, "%lld rows of %lld features in %lld chunks", h.rows, h.features, h.chunks);
-    float *columns = (float *)a[5], *inward = (float *)a[8], *waiting = (float *)a[10], *scale = (float *)a[11];
+    float *columns = (float *)a[5], *inward = (float *)a[8], *waiting = (float *)a[10];
     const int64_t many = least(FEATURES, h.features / h.chunks + 1);
     float *mean = scratch((3 + h.rows) * h.features + (h.rows + many) * many);
     if (!mean) return PyErr_NoMemory();
     float *variance = mean + 2 * h.features, *unit = variance + h.features, *work = unit + h.rows * h.features;
     standardise(&h, mean, variance, unit);
     for (int64_t c = 0; c < h.chunks; c++)
-        chunk_sums(&h, c, mean, variance, unit, work, columns + c * a[6], a[7], scale);
-    if (inward) {
-        product(unit, h.rows, h.features, h.features, inward, drawn, waiting);
-        scale[0] += 1;
-    }
+        chunk_sums(&h, c, mean, variance, unit, work, columns + c * a[6], a[7]);
+    if (inward) product(unit, h.rows, h.features, h.features, inward, drawn, waiting);
     Py_RETURN_NONE;
 }
 
@@ -257,24 +255,47 @@ static PyObject *gradient(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-/* out[half, chunk, d, s] += share * sum over the half's rows of phi[r, d] look[r, s], with phi the positive part of
- * `waiting` less its mean, and look[r, s] = sum over j of g[r, j] outward[j, s]. */
-INLINE static void meet_by(const rows_t *g, const float *waiting, const int drawn, const float *outward, const int seen,
-                           float share, float *look, float *out) {
-    float mean[MOST] = {0}, sum[2][MOST * MOST];
+/* phi becomes the positive part of `waiting` less its mean over rows; among[d, e] += mean of phi[r, d] phi[r, e]. */
+INLINE static void features_by(const rows_t *g, const float *waiting, const int drawn, float *phi, float *among) {
+    float mean[MOST] = {0}, sum[MOST * MOST];
+    const int64_t rows = g->rows / 2 * 2;
     for (int64_t r = 0; r < g->rows; r++)
         for (int d = 0; d < drawn; d++) mean[d] += waiting[r * drawn + d] > 0 ? waiting[r * drawn + d] : 0;
     for (int d = 0; d < drawn; d++) mean[d] /= (float)g->rows;
+    for (int64_t r = 0; r < g->rows; r++)
+        for (int d = 0; d < drawn; d++) {
+            const float w = waiting[r * drawn + d];
+            phi[r * drawn + d] = (w > 0 ? w : 0) - mean[d];
+        }
+    memset(sum, 0, drawn * drawn * sizeof(float));
+    for (int64_t r = 0; r < rows; r++)
+        for (int d = 0; d < drawn; d++)
+            for (int e = 0; e < drawn; e++) sum[d * drawn + e] += phi[r * drawn + d] * phi[r * drawn + e];
+    for (int i = 0; i < drawn * drawn && rows; i++) among[i] += sum[i] / (float)rows;
+}
+
+/* out[half, chunk, d, s] += share * sum over the half's rows of phi[r, d] look[r, s], with look[r, s] = sum over j of
+ * g[r, j] outward[j, s]; power[chunk] += mean over rows of look squared, by the size of a sample's own gradient. */
+INLINE static void meet_by(const rows_t *g, const float *phi, const int drawn, const float *outward, const int seen,
+                           float share, float *look, float *out, float *power) {
+    float sum[2][MOST * MOST];
+    const int64_t rows = g->rows / 2 * 2;
+    const float whole = 0.5f * share * (float)g->rows;  /* rows of the batch that the loss is a mean of */
     for (int64_t c = 0; c < g->chunks; c++) {
         const int64_t low = first_of(g, c);
         product(g->at + low, g->rows, g->stride, first_of(g, c + 1) - low, outward + low * seen, seen, look);
         memset(sum[0], 0, drawn * seen * sizeof(float));
         memset(sum[1], 0, drawn * seen * sizeof(float));
-        for (int64_t r = 0; r < g->rows / 2 * 2; r++)
-            for (int d = 0; d < drawn; d++) {
-                const float w = waiting[r * drawn + d], phi = (w > 0 ? w : 0) - mean[d];
-                for (int s = 0; s < seen; s++) sum[r & 1][d * seen + s] += phi * look[r * seen + s];
-            }
+        double square = 0;
+        for (int64_t r = 0; r < rows; r++) {
+            float own = 0;
+            for (int s = 0; s < seen; s++) own += look[r * seen + s] * look[r * seen + s];
+            square += own;
+            for (int d = 0; d < drawn; d++)
+                for (int s = 0; s < seen; s++)
+                    sum[r & 1][d * seen + s] += phi[r * drawn + d] * look[r * seen + s];
+        }
+        if (rows) power[c] += (float)(square / (double)rows * whole * whole);
         for (int half = 0; half < 2; half++)
             for (int i = 0; i < drawn * seen; i++)
                 out[(half * g->chunks + c) * drawn * seen + i] += share * sum[half][i];
@@ -282,23 +303,28 @@ INLINE static void meet_by(const rows_t *g, const float *waiting, const int draw
 }
 
 WIDE static void meet(const rows_t *g, const float *waiting, int64_t drawn, const float *outward, int64_t seen,
-                      float share, float *look, float *out) {
-    if (drawn == 16 && seen == 8)
-        meet_by(g, waiting, 16, outward, 8, share, look, out);
-    else
-        meet_by(g, waiting, (int)drawn, outward, (int)seen, share, look, out);
+                      float share, float *work, float *out, float *among, float *power) {
+    float *look = work + g->rows * drawn;
+    if (drawn == 16 && seen == 4) {
+        features_by(g, waiting, 16, work, among);
+        meet_by(g, work, 16, outward, 4, share, look, out, power);
+    } else {
+        features_by(g, waiting, (int)drawn, work, among);
+        meet_by(g, work, (int)drawn, outward, (int)seen, share, look, out, power);
+    }
 }
 
 static PyObject *halves(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t a[11];
-    if (n != 11) return PyErr_Format(PyExc_TypeError, "halves takes 11 arguments, not %zd", n);
+    int64_t a[13];
+    if (n != 13) return PyErr_Format(PyExc_TypeError, "halves takes 13 arguments, not %zd", n);
     const double share = PyFloat_AsDouble(args[9]);
-    if (PyErr_Occurred() || !numbers(args, 9, a) || !numbers(args + 10, 1, a + 10)) return NULL;
+    if (PyErr_Occurred() || !numbers(args, 9, a) || !numbers(args + 10, 3, a + 10)) return NULL;
     const rows_t g = {(const float *)a[0], a[1], a[2], a[3], a[4]};
     if (a[6] > MOST || a[8] > MOST) return PyErr_Format(PyExc_ValueError, "%lld x %lld directions", a[6], a[8]);
-    float *look = scratch(g.rows * a[8]);
-    if (!look) return PyErr_NoMemory();
-    meet(&g, (const float *)a[5], a[6], (const float *)a[7], a[8], (float)share, look, (float *)a[10]);
+    float *work = scratch(g.rows * (a[6] + a[8]));
+    if (!work) return PyErr_NoMemory();
+    meet(&g, (const float *)a[5], a[6], (const float *)a[7], a[8], (float)share, work, (float *)a[10],
+         (float *)a[11], (float *)a[12]);
     Py_RETURN_NONE;
 }
 
@@ -311,4 +337,8 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_health", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__health(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__health(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddIntConstant(made, "ARGUMENTS", 2) < 0) Py_CLEAR(made);  /* counted up when they change */
+    return made;
+}

@@ -22,12 +22,13 @@ from runtime.strategy.settings import PlateauSettings, Settings
 PARTS, SIZE, FACTORS = 4, 4, 2
 BATCH, EPOCHS, STEPS, RATE = 128, 48, 32, 4e-3
 TRAIN, VALID, TEST = 16384, 2048, 4096
-LABEL_NOISE = 0.3
+LABEL_NOISE = 0.2
+FREQUENCY = 1.75  # radians per deviation of the input: most of each cosine is neither constant nor linear
 SETTINGS = Settings(
     plateau=PlateauSettings(window=4, min_improvement=0.03, warmup=6),
     limits=Limits(planned_epochs=EPOCHS, deadline_least=10, speculative=True, max_rent=1.0),
-    graft=Graft(lr_scale=0.5, fossil="train"),  # what it stands beside learns to the end as well
-    telemetry_every=4,
+    graft=Graft(fossil="train"),  # what it stands beside learns to the end as well
+    telemetry_every=2,
     fine_tune_epochs=8,
     field_reports=False,
 )
@@ -35,8 +36,9 @@ SETTINGS = Settings(
 
 @dataclass(frozen=True)
 class Data:
-    """float32 [n, PARTS * SIZE] and [n, 1]: a sum over parts of cosines of random directions, plus noise of
-    standard deviation LABEL_NOISE in training and validation; test labels are clean."""
+    """float32 [n, PARTS * SIZE] and [n, 1]: a sum over parts of cosines of random directions, all of one
+    frequency, so that every block has the same work to do; plus noise of standard deviation LABEL_NOISE in
+    training and validation; test labels are clean."""
 
     x: Tensor
     y: Tensor
@@ -49,7 +51,8 @@ class Data:
 def data(seed: int) -> Data:
     """A task of its own per seed."""
     generator = torch.Generator().manual_seed(10_000 + seed)
-    directions = torch.randn(PARTS, SIZE, FACTORS, generator=generator) * (1.5 / math.sqrt(SIZE))
+    directions = torch.randn(PARTS, SIZE, FACTORS, generator=generator)
+    directions *= FREQUENCY / directions.norm(dim=1, keepdim=True)
     phases = torch.rand(PARTS, FACTORS, generator=generator) * 2 * math.pi
     x = torch.randn(TRAIN + VALID + TEST, PARTS, SIZE, generator=generator)
     clean = torch.cos(torch.einsum("nps,psf->npf", x, directions) + phases).sum((1, 2)) * (
@@ -109,8 +112,9 @@ def train(
         if watch is not None:
             tamiyo.bus.subscribe(watch)
     optimizer = torch.optim.Adam(model.parameters(), RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=RATE / 10)
     if tamiyo is not None:
-        tamiyo.growth.attach(optimizer)
+        tamiyo.growth.attach(optimizer, schedule)
     order = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     for _ in range(epochs):
@@ -120,6 +124,7 @@ def train(
             optimizer.step()
         if tamiyo is not None:
             tamiyo.end_epoch(lambda m: losses(m, given.x_valid, given.y_valid))
+        schedule.step()
     loss = test_loss(model, given)
     return Grown(loss) if tamiyo is None else replace(history(tamiyo), loss=loss)
 

@@ -11,12 +11,14 @@ for the device. Per chunk and sampled step, over at most `ROWS` samples:
   features, 1/f for copies of one;
 - entropy: of the histogram of standardised activations over `BINS` bins, nats;
 - grad_norm: norm of the gradient of the loss at the chunk;
-- gain: how much a new nonlinear branch here would lower the loss to first order. With g the gradient at the
-  site and phi random ReLU features of the standardised activations, M = mean over samples of phi g^T is zero
-  when no such feature predicts the gradient, and -M is the direction in which a branch would learn (the
-  criterion of GradMax, Evci et al. 2022, for random incoming weights). The samples of a step are split into
-  halves: <M1, M2> estimates |M|^2 without the bias of noise; alignment is <M1, M2> / (|M1| |M2|).
-  gain = rms(h) sqrt(max(0, <M1, M2>)), in units of the loss. g is seen through `SEEN` random directions.
+- gain: which share of the gradient's mean square a new nonlinear branch here could explain, and so take away.
+  With g the gradient at the site, phi random ReLU features of the standardised activations and S = mean of
+  phi phi^T, the least-squares fit of g by phi is phi^T inv(S) M, M = mean over samples of phi g^T: zero when
+  no such feature predicts the gradient (the criterion of GradMax, Evci et al. 2022, for random incoming
+  weights, by the natural measure of the features). The samples of a step are split into halves:
+  tr(M1^T inv(S) M2) estimates what is explained without the bias of noise; alignment is that by the root of
+  the same of each half with itself. A share has no scale: layers whose gradients are small or large for what
+  stands behind them are compared by what they lack. g is seen through `SEEN` random directions.
 """
 
 from __future__ import annotations
@@ -34,15 +36,19 @@ from runtime.seeds.state import HEALTH
 
 try:
     _native: Any = importlib.import_module("runtime._health")  # the same sums in C, where built
+    if getattr(_native, "ARGUMENTS", 1) != 2:  # built from other sources than these
+        _native = None
 except ImportError:
     _native = None
 
 ROWS = 512  # samples of a step that are looked at
 FEATURES = 128  # features of a chunk whose correlations are looked at
 DRAWN = 16  # random features phi
-SEEN = 8  # random directions of the gradient, per chunk
+SEEN = 4  # random directions of the gradient, per chunk
+RIDGE = 0.01  # of the mean square of a feature, so that features that are copies of others do no harm
 BINS, SPAN = 16, 4.0  # of the histogram, standard deviations
 TINY = 1e-12
+_KEPT = ("halves", "among", "power")  # across boundaries
 _AT = {name: number for number, name in enumerate(HEALTH)}
 ACTIVATIONS = ("samples", "mean", "variance", "dead", "correlation", "entropy", "rank")
 _GRADIENTS = slice(_AT["grad_samples"], _AT["grad_norm_sq"] + 1)
@@ -61,33 +67,27 @@ def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
 @dataclass
 class _Branch:
     """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN]
-    (shared by
-    layers of one width), the two halves of M per chunk, the scale of h, and the features of the forward that
-    waits for its backward."""
+    (both shared by layers of one width); the two halves of M per chunk; S; the mean square of
+    the gradient per chunk; and the features of the forward that waits for its backward. Sums over sampled
+    backwards."""
 
     inward: Tensor
     outward: Tensor
     chunks: int
     halves: Tensor  # [2, chunks, DRAWN, SEEN]
-    scale: Tensor  # [1 + chunks]: sampled forwards, and the variance of each chunk, both summed
+    among: Tensor  # [DRAWN, DRAWN]
+    power: Tensor  # [chunks]
     waiting: Tensor | None = None
-    spare: Tensor | None = None  # memory of the last one
 
-    def expect(self, unit: Tensor, variance: Tensor, *, restart: bool) -> None:
+    def expect(self, unit: Tensor, *, restart: bool) -> None:
         """A run of chunks of standardised activations [samples, chunks, f]: its part of the projection."""
         width = unit.shape[1] * unit.shape[2]
         before = 0 if restart else self._seen
         part = unit.flatten(1) @ self.inward[before : before + width]
         self.waiting = part if restart or self.waiting is None else self.waiting + part
         self._seen = before + width
-        first = 0 if restart else self._chunk
-        self.scale[1 + first : 1 + first + variance.shape[0]] += variance.mean(1)
-        self._chunk = first + variance.shape[0]
-        if restart:
-            self.scale[0] += 1.0
 
     _seen: int = 0
-    _chunk: int = 0
 
     def meet(self, flat: Tensor) -> None:
         """The gradient [samples, features] of the forward that waits."""
@@ -100,12 +100,13 @@ class _Branch:
         if _fits(picked, self.halves):
             _native.halves(*_shape_of(picked, self.chunks), waiting.data_ptr(), waiting.shape[1],
                            self.outward.data_ptr(), self.outward.shape[1], share,
-                           self.halves.data_ptr())  # fmt: skip
-            self.spare = waiting
+                           self.halves.data_ptr(), self.among.data_ptr(), self.power.data_ptr())  # fmt: skip
             return
         phi = torch.relu(waiting)
         phi = phi - phi.mean(0)
         pairs = picked.shape[0] // 2
+        many = max(2 * pairs, 1)
+        self.among.addmm_(phi[: 2 * pairs].T, phi[: 2 * pairs], alpha=1.0 / many)
         halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
             g = picked[: 2 * pairs, low:high].reshape(2 * pairs, end - first, -1).transpose(0, 1)
@@ -113,6 +114,19 @@ class _Branch:
             seen = seen.view(end - first, pairs, 2, -1).permute(2, 0, 1, 3)  # [2, chunks, pairs, SEEN]
             both = torch.matmul(halves.transpose(1, 2).unsqueeze(1), seen)
             self.halves[:, first:end].add_(both, alpha=share)
+            self.power[first:end].add_(seen.square().sum((0, 2, 3)), alpha=flat.shape[0] ** 2 / many)
+
+    def explained(self) -> tuple[Tensor, Tensor]:
+        """Gain and alignment per chunk; nothing waits for the device."""
+        first, second = self.halves.unbind(0)  # [chunks, DRAWN, SEEN]
+        ridge = RIDGE * self.among.diagonal().mean() + TINY
+        whole = self.among + ridge * torch.eye(DRAWN, device=self.among.device)
+        both = torch.cat((first, second), 2)
+        fit = torch.linalg.solve_ex(whole, both)[0]
+        one, two = fit.split(first.shape[2], 2)
+        shared, own, other = ((a * b).sum((1, 2)) for a, b in ((first, two), (first, one), (second, two)))
+        size = (own.clamp_min(0.0) * other.clamp_min(0.0)).sqrt()
+        return shared.clamp_min(0.0) / self.power.clamp_min(TINY), shared / size.clamp_min(TINY)
 
 
 class HealthObserver:
@@ -145,7 +159,7 @@ class HealthObserver:
             unit = centred * torch.rsqrt(variance + TINY)
             columns[first:end].index_add_(1, self._places(columns), _sums(unit, mean, variance))
             if branch is not None:
-                branch.expect(unit, variance, restart=number == 0)
+                branch.expect(unit, restart=number == 0)
 
     def gradient(self, site: Any, g: Tensor, columns: Tensor) -> None:
         """`g`: gradient of the loss at the layer's result, of h's shape."""
@@ -171,16 +185,12 @@ class HealthObserver:
             if name not in sites:
                 continue
             columns = sites[name].state.device["health"]
-            first, second = branch.halves[0].flatten(1), branch.halves[1].flatten(1)
-            both = (first * second).sum(1)
-            size = (first.norm(dim=1) * second.norm(dim=1)).clamp_min(TINY)
-            seen = branch.scale[0].clamp_min(1e-3)
-            rms = (branch.scale[1:] / seen).sqrt()
+            gain, alignment = branch.explained()
             columns[:, _AT["windows"]] += 1.0
-            columns[:, _AT["gain"]] += rms * both.clamp_min(0.0).sqrt() / seen
-            columns[:, _AT["alignment"]] += both / size
-            branch.halves.mul_(self.memory)
-            branch.scale.mul_(self.memory)
+            columns[:, _AT["gain"]] += gain
+            columns[:, _AT["alignment"]] += alignment
+            for sums in (branch.halves, branch.among, branch.power):
+                sums.mul_(self.memory)
             branch.waiting = None
 
     def _places(self, columns: Tensor) -> Tensor:
@@ -209,12 +219,13 @@ class HealthObserver:
             outward = torch.randn(features, seen, generator=generator) / math.sqrt(seen)
             self._directions[key] = inward.to(device), outward.to(device)
         halves = torch.zeros(2, chunks, DRAWN, seen, device=device)
-        return _Branch(*self._directions[key], chunks, halves, torch.zeros(1 + chunks, device=device))
+        among = torch.zeros(DRAWN, DRAWN, device=device)
+        return _Branch(*self._directions[key], chunks, halves, among, torch.zeros(chunks, device=device))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on with the same averages."""
         return {
-            name: {"halves": b.halves.cpu(), "scale": b.scale.cpu(), "features": b.inward.shape[0]}
+            name: {"features": b.inward.shape[0], **{n: getattr(b, n).cpu() for n in _KEPT}}
             for name, b in self._branches.items()
         }
 
@@ -226,8 +237,8 @@ class HealthObserver:
             if site is None or len(site.slots) != saved["halves"].shape[1]:
                 continue
             branch = self._fresh(int(saved["features"]), len(site.slots), site.state.place)
-            branch.halves.copy_(saved["halves"])
-            branch.scale.copy_(saved["scale"])
+            for kept in _KEPT:
+                getattr(branch, kept).copy_(saved[kept])
             self._branches[name] = branch
 
 
@@ -262,15 +273,12 @@ def _shape_of(rows: Tensor, chunks: int) -> tuple[int, int, int, int, int]:
 
 def _in_one_call(rows: Tensor, columns: Tensor, branch: _Branch | None) -> None:
     """What `HealthObserver.activation` adds to `columns`, and the projection that waits for the gradient."""
-    inward = waiting = scale = drawn = 0
+    inward = waiting = drawn = 0
     if branch is not None:
-        spare = branch.spare
-        same = spare is not None and spare.shape[0] == rows.shape[0]
-        held = branch.waiting = spare if spare is not None and same else torch.empty(rows.shape[0], DRAWN)
-        inward, waiting = branch.inward.data_ptr(), held.data_ptr()
-        scale, drawn = branch.scale.data_ptr(), DRAWN
+        held = branch.waiting = torch.empty(rows.shape[0], DRAWN)
+        inward, waiting, drawn = branch.inward.data_ptr(), held.data_ptr(), DRAWN
     _native.activation(*_shape_of(rows, columns.shape[0]), columns.data_ptr(), columns.stride(0), _PLACES,
-                       inward, drawn, waiting, scale)  # fmt: skip
+                       inward, drawn, waiting)  # fmt: skip
 
 
 def _sums(unit: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

@@ -38,12 +38,14 @@ class PlateauSettings:
 class SiteSettings:
     """What makes a slot worth a seed. A slot's score is `gain_weight` times its share of the predicted gain
     plus the robust distance of its health from that of comparable slots; slots under `min_score` are left
-    alone. `recovered`: a germinated seed is cancelled when the score fell under this share of what it was.
-    `min_samples`: sampled steps before the health of a slot counts."""
+    alone. `min_gain`, `min_alignment`: a predicted gain below either counts as none. `recovered`: a
+    germinated seed is cancelled when the score fell under this share of what it was. `min_samples`:
+    sampled steps before the health of a slot counts."""
 
     min_score: float = 3.0
     gain_weight: float = 6.0
     min_alignment: float = 0.2
+    min_gain: float = 0.01
     recovered: float = 0.25
     min_samples: int = 4
     memory: float = 0.7

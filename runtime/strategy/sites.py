@@ -1,10 +1,11 @@
 """Which slots would gain from a seed: a score per slot from the health map, for any number of slots at once.
 
-Two independent signs are added. The *gain* of a slot is what telemetry predicts that a new branch there would
-lower the loss by (`runtime.seeds.telemetry`): its share among all slots times its alignment, so that noise,
-which has no alignment, counts little. The *distance* is how far effective rank and share of dead nodes of a
-slot lie from those of comparable slots (of as many features), in robust standard deviations: a layer that is
-narrower, deader or noisier than its siblings. With fewer than three comparable others there is no distance.
+Two independent signs are added. The *gain* of a slot is the share of its gradient that telemetry predicts a
+new branch there could take away (`runtime.seeds.telemetry`): by that of all slots, times its alignment, so
+that noise, which has no alignment, counts little. The *distance* is how far effective rank and share of dead
+nodes of a slot lie from those of comparable slots (of as many features), in robust standard deviations: a
+layer that is narrower, deader or noisier than its siblings. With fewer than three comparable others there is
+no distance.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def scores(packet: SystemStatePacket, settings: SiteSettings) -> Scores:
     edges = np.array([states[slot].features for slot in health.slots], dtype=np.int64).reshape(-1, 2)
     widths = edges[:, 1] - edges[:, 0]
     aligned = np.nan_to_num(health.column("gain_alignment"))
-    weighed = np.where(aligned >= settings.min_alignment, aligned.clip(0.0, 1.0), 0.0)
     predicted = np.nan_to_num(health.column("predicted_gain"))
+    sure = (aligned >= settings.min_alignment) & (predicted >= settings.min_gain)
+    weighed = np.where(sure, aligned.clip(0.0, 1.0), 0.0)
     total = predicted.sum()
     gain = settings.gain_weight * weighed * (predicted / total if total > 0.0 else 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
