@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench import results
 from docs import measured
 
 
@@ -55,3 +56,13 @@ def test_the_summary_stands_beside_the_fastest_right_peer(tmp_path: Path) -> Non
     assert told[1].startswith("| b 1 bfloat16 | 2.000 | 1.000 compile | 0.50x |"), "what is slower is shown"
     assert "| c 1 bfloat16 | no figure | 1.000 eager | - |" in told[2]
     assert told[3].startswith("| d 1 bfloat16 | 5.000 | - | - |")
+
+
+def test_the_summary_says_what_calls_and_loads_cost(tmp_path: Path) -> None:
+    """Of each figure the newest, whatever bench it is from; what nobody measured has no line."""
+    assert not measured.gates([])
+    old, new = (results.figure(us, "us", 12.0) for us in (11.0, 13.0))
+    head = {"card": "NVIDIA H200", "commit": "1" * 40}
+    found = [{**head, "figures": {"no_grad_call_us": old}}, {**head, "figures": {"no_grad_call_us": new}}]
+    lines = [line for line in measured.gates(found) if line.startswith("| ")]
+    assert lines[1:] == ["| a call without gradients | 13 us | 12 us | no | H200 1111111 |"]
