@@ -24,7 +24,7 @@ def of_call(step: ExternStep, inputs: Sequence[Sequence[int]], outs: Sequence[Se
     if op in ("attention", "attention_grad"):
         query, key = inputs[:2] if op == "attention" else inputs[1:3]  # the gradient's first is the cotangent
         seen = 0.5 if step.attrs["is_causal"] else 1.0
-        forward = 4 * seen * math.prod(query) * key[-2]
+        forward = 4 * seen * math.prod(query) * key[1 if step.attrs.get("layout") == "BSHD" else 2]
         return int(forward if op == "attention" else 2.5 * forward)
     return 0
 

@@ -113,6 +113,21 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Head(nn.Module):
+    """Norm, projection onto the words, mean cross entropy; x [..., width], targets [...]."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self.norm = RMSNorm(sizes.width, sizes.dtype)
+        self.words = nn.Linear(sizes.width, sizes.words, bias=False, dtype=sizes.dtype)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x).flatten(0, -2).float(), targets.flatten())
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.words(self.norm(x))
+
+
 class Decoder(nn.Module):
     """`decoder(tokens, targets)` is the mean cross entropy; without targets, logits [batch, rows, words]."""
 
@@ -124,10 +139,9 @@ class Decoder(nn.Module):
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.words, sizes.width, dtype=sizes.dtype)
         self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(sizes.layers))
-        self.norm = RMSNorm(sizes.width, sizes.dtype)
-        self.head = nn.Linear(sizes.width, sizes.words, bias=False, dtype=sizes.dtype)
+        self.head = Head(sizes)
         if sizes.tied:
-            self.head.weight = self.embedding.weight
+            self.head.words.weight = self.embedding.weight
         half = sizes.width // sizes.heads // 2
         angle = torch.outer(torch.arange(sizes.context), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angle.cos().to(sizes.dtype), persistent=False)
@@ -137,10 +151,7 @@ class Decoder(nn.Module):
         x, rows = self.embedding(tokens), tokens.shape[1]
         for layer in self.layers:
             x = layer(x, self.cos[:rows], self.sin[:rows])
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.head.logits(x) if targets is None else self.head(x, targets)
 
 
 # -- CNN
@@ -249,6 +260,14 @@ def _blueprint(name: str, low: int, tune: tuple[int, ...], **parts: Any) -> dict
     return {"format": "esper-blueprint/1", "name": name, "dims": dims, **parts}
 
 
+def _leaf(kind: str, *shape: int | str, init: str = "kaiming_uniform") -> dict[str, Any]:
+    return {"dtype": kind, "shape": list(shape), "init": {"kind": init}}
+
+
+def _node(name: str, op: str, *inputs: str, **attrs: Any) -> dict[str, Any]:
+    return {"id": name, "op": op, "inputs": list(inputs), **({"attrs": attrs} if attrs else {})}
+
+
 def mlp_blueprint(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> dict[str, Any]:
     """`MLP` with torch's names and [out, in] weights; x [rows, width]."""
     kind = _named(sizes.dtype)
@@ -287,6 +306,95 @@ def norm_blueprint(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> dict
     )  # fmt: skip
 
 
+def _attention_nodes(sizes: DecoderSizes, half: int) -> list[dict[str, Any]]:
+    """`o` from `h1`: `Attention` with the rotation before heads and rows change places."""
+    heads = ["batch", "rows", sizes.heads, 2 * half]
+    found = [_node(f"{n}_row", "reshape", n, shape=["rows", 1, half]) for n in ("cos", "sin")]
+    for name in "qkv":
+        last = "h" if name == "v" else "r"
+        found.append(_node(f"{name}_p", "linear", "h1", f"attention.{name}.weight"))
+        found.append(_node(f"{name}_h", "reshape", f"{name}_p", shape=heads))
+        if name != "v":
+            found.append(_node(f"{name}_r", "rope", f"{name}_h", "cos_row", "sin_row"))
+        found.append(_node(f"{name}_t", "permute", f"{name}_{last}", dims=[0, 2, 1, 3]))
+    return [
+        *found,
+        _node("a", "scaled_dot_product_attention", "q_t", "k_t", "v_t", is_causal=True),
+        _node("a_t", "permute", "a", dims=[0, 2, 1, 3]),
+        _node("a_w", "reshape", "a_t", shape=["batch", "rows", sizes.width]),
+        _node("o", "linear", "a_w", "attention.out.weight"),
+    ]
+
+
+def layer_blueprint(sizes: DecoderSizes, batch: int = 4, rows: int = 2048) -> dict[str, Any]:
+    """`DecoderLayer` as a whole; x [batch, rows, width]."""
+    kind, half = _named(sizes.dtype), sizes.width // sizes.heads // 2
+    square, wide = (sizes.width, sizes.width), (sizes.hidden, sizes.width)
+    shapes = {f"attention.{n}.weight": square for n in ("q", "k", "v", "out")}
+    shapes |= {"mlp.gate.weight": wide, "mlp.up.weight": wide, "mlp.down.weight": wide[::-1]}
+    norms = {f"norm{n}.weight": _leaf(kind, sizes.width, init="ones") for n in (1, 2)}
+    params = {**norms, **{n: _leaf(kind, *s) for n, s in shapes.items()}}
+    table = {"dtype": kind, "shape": ["rows", half]}
+    made = _blueprint(
+        "model_layer", 1, (rows,),
+        inputs={"x": {"dtype": kind, "shape": ["batch", "rows", sizes.width]}, "cos": table, "sin": table},
+        params=params,
+        nodes=[
+            _node("n1", "rms_norm", "x", eps=EPS),
+            _node("h1", "mul", "n1", "norm1.weight"),
+            *_attention_nodes(sizes, half),
+            _node("r", "add", "x", "o"),
+            _node("n2", "rms_norm", "r", eps=EPS),
+            _node("h2", "mul", "n2", "norm2.weight"),
+            _node("g", "linear", "h2", "mlp.gate.weight"),
+            _node("u", "linear", "h2", "mlp.up.weight"),
+            _node("s", "silu", "g"),
+            _node("m", "mul", "s", "u"),
+            _node("d", "linear", "m", "mlp.down.weight"),
+            _node("y", "add", "r", "d"),
+        ],
+        outputs=["y"],
+        differentiable=["x", *params],
+    )  # fmt: skip
+    made["dims"] = {"batch": {"min": 1, "max": 4096, "tune": [batch]}, **made["dims"]}
+    return made
+
+
+def embedding_blueprint(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> dict[str, Any]:
+    """`nn.Embedding`; tokens [rows]."""
+    return _blueprint(
+        "model_embedding", 1, tune,
+        inputs={"tokens": {"dtype": "int64", "shape": ["rows"]}},
+        params={"weight": _leaf(_named(sizes.dtype), sizes.words, sizes.width, init="normal")},
+        nodes=[_node("y", "embedding", "tokens", "weight")],
+        outputs=["y"],
+    )  # fmt: skip
+
+
+def head_blueprint(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> dict[str, Any]:
+    """`Head`; x [rows, width], targets [rows]. Logits are kept in the model's type, not in float32."""
+    kind = _named(sizes.dtype)
+    return _blueprint(
+        "model_head", 1, tune,
+        inputs={
+            "x": {"dtype": kind, "shape": ["rows", sizes.width]},
+            "targets": {"dtype": "int64", "shape": ["rows"]},
+        },
+        params={
+            "norm.weight": _leaf(kind, sizes.width, init="ones"),
+            "words.weight": _leaf(kind, sizes.words, sizes.width),
+        },
+        nodes=[
+            _node("n", "rms_norm", "x", eps=EPS),
+            _node("h", "mul", "n", "norm.weight"),
+            _node("z", "linear", "h", "words.weight"),
+            _node("wide", "cast", "z", dtype="float32"),
+            _node("y", "cross_entropy", "wide", "targets"),
+        ],
+        outputs=["y"],
+    )  # fmt: skip
+
+
 def excite_blueprint(
     channels: int, side: int, inner: int, dtype: torch.dtype, tune: tuple[int, ...] = (64,)
 ) -> dict[str, Any]:
@@ -312,10 +420,19 @@ def excite_blueprint(
     )  # fmt: skip
 
 
-def decoder_swaps(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> Mapping[str, dict[str, Any]]:
-    """Blueprint by pattern of module names."""
+def decoder_swaps(sizes: DecoderSizes, batch: int = 4, rows: int = 2048) -> Mapping[str, dict[str, Any]]:
+    """Blueprint by pattern of module names: all of the decoder."""
+    return {
+        "embedding": embedding_blueprint(sizes, (batch * rows,)),
+        "layers.*": layer_blueprint(sizes, batch, rows),
+        "head": head_blueprint(sizes, (batch * rows,)),
+    }
+
+
+def decoder_parts(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> Mapping[str, dict[str, Any]]:
+    """The same for norms and MLPs alone, which leave attention, residuals and the loss to the host."""
     norm = norm_blueprint(sizes, tune)
-    return {"layers.*.mlp": mlp_blueprint(sizes, tune), "layers.*.norm?": norm, "norm": norm}
+    return {"layers.*.mlp": mlp_blueprint(sizes, tune), "layers.*.norm?": norm, "head.norm": norm}
 
 
 def cnn_swaps(cnn: Cnn, tune: tuple[int, ...] = (64,)) -> Mapping[str, dict[str, Any]]:

@@ -83,7 +83,7 @@ class Model:
     def swaps(self) -> Mapping[str, dict[str, Any]]:
         """Blueprints of ours by the modules that they stand for."""
         if isinstance(self.sizes, DecoderSizes):
-            return decoder_swaps(self.sizes, (self.batch * self.rows,))
+            return decoder_swaps(self.sizes, self.batch, self.rows)
         with torch.device("meta"):
             return cnn_swaps(Cnn(self.sizes), (self.batch,))
 

@@ -19,6 +19,7 @@ from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
 from forge.passes.depthwise import depthwise
 from forge.passes.fold import fold
+from forge.passes.heads import heads_inside
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
@@ -57,7 +58,8 @@ def check(work: Work) -> Work:
             )
     findings = (*verify(work.blueprint), *analyse(work.blueprint, graph, work.target))
     deny(findings, work.denied)
-    return replace(work, graph=pools_called(graph) if work.target.kind == "cpu" else graph, findings=findings)
+    graph = heads_inside(pools_called(graph) if work.target.kind == "cpu" else graph)
+    return replace(work, graph=graph, findings=findings)
 
 
 def canonicalise(work: Work) -> Work:

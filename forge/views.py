@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Creation, Movement
+from esper_ir.ops.movement import divide
 from esper_ir.ops.windows import outside
 from esper_ir.registry import OPS
 from esper_ir.types import Dim
@@ -144,12 +146,43 @@ def permutation(node: Node, rank: int) -> tuple[int, ...]:
 
 
 def _reshape(source: View, shape: tuple[Dim, ...]) -> View | None:
-    """A run of memory reshapes freely; otherwise only axes of size 1 may come and go."""
+    """A run of memory reshapes freely; otherwise axes may be split, and joined where they are one run."""
     if source.strides == dense_strides(source.shape):
         return View(source.base, shape, dense_strides(shape), source.offset)
     old = [(size, stride) for size, stride in zip(source.shape, source.strides, strict=True) if size != ONE]
-    if [size for size, _ in old] != [size for size in shape if size != ONE]:
+    steps = _regrouped(old, [size for size in shape if size != ONE])
+    if steps is None:
         return None
-    remaining = iter(old)
-    strides = tuple(ZERO if size == ONE else next(remaining)[1] for size in shape)
+    remaining = iter(steps)
+    strides = tuple(ZERO if size == ONE else next(remaining) for size in shape)
     return View(source.base, shape, strides, source.offset)
+
+
+def _regrouped(old: Sequence[tuple[Dim, Dim]], sizes: Sequence[Dim]) -> list[Dim] | None:
+    """Strides of axes of `sizes` over axes (size, stride) of equal numel; None where they are no view."""
+    out: list[Dim] = []
+    while sizes:
+        found = _least_run([size for size, _ in old], sizes)
+        if found is None:
+            return None
+        run, made = old[: found[0]], sizes[: found[1]]
+        if any(outer != step * size for (_, outer), (size, step) in pairwise(run)):
+            return None
+        out += [step * run[-1][1] for step in dense_strides(made)]
+        old, sizes = old[found[0] :], sizes[found[1] :]
+    return out
+
+
+def _least_run(old: Sequence[Dim], new: Sequence[Dim]) -> tuple[int, int] | None:
+    """How many of the first axes of both have one numel; None where that cannot be told."""
+    if not old:
+        return None
+    taken, made, have, want = 1, 1, old[0], new[0]
+    while have != want:
+        if divide(have, want) is not None and made < len(new):
+            want, made = want * new[made], made + 1
+        elif divide(want, have) is not None and taken < len(old):
+            have, taken = have * old[taken], taken + 1
+        else:
+            return None
+    return taken, made

@@ -72,7 +72,8 @@ def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
 
 
 # Attention. `lse`, float32 [batch, heads, queries]: logarithm of the sum of exponentials of the scaled
-# scores.
+# scores. `layout` BSHD: operands and results are [batch, length, heads, width], which is how torch's kernels
+# lay out what they return.
 
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 
@@ -85,6 +86,21 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
         return scores
     kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~kept, -math.inf)
+
+
+def _turned(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Heads and rows exchanged in all but `lse`."""
+    return [t.transpose(1, 2) if t.dim() == 4 else t for t in tensors]
+
+
+def _attention(attrs: Attrs, run: Run) -> Run:
+    if attrs.get("layout") != "BSHD":
+        return plain(run)
+
+    def turned(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return _turned(run(_turned(inputs), outs) or ())
+
+    return plain(turned)
 
 
 class _Attention:
@@ -279,7 +295,7 @@ _CONV = frozenset({"stride", "padding", "dilation", "groups", "data_format", "pr
 _POOL = frozenset({"kernel", "stride", "padding", "ceil_mode", "data_format"})
 _MAX = _POOL | {"dilation"}
 _AVG = _POOL | {"count_include_pad", "divisor_override"}
-_ATTENTION = frozenset({"is_causal", "scale"})
+_ATTENTION = frozenset({"is_causal", "scale", "layout"})
 
 CALLS: Mapping[str, Extern] = {
     "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3),
@@ -288,8 +304,8 @@ CALLS: Mapping[str, Extern] = {
     "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3),
     "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
     "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
-    "attention": Extern(3, _ATTENTION, lambda a: plain(_Attention(a).forward)),
-    "attention_grad": Extern(6, _ATTENTION, lambda a: plain(_Attention(a).backward)),
+    "attention": Extern(3, _ATTENTION, lambda a: _attention(a, _Attention(a).forward)),
+    "attention_grad": Extern(6, _ATTENTION, lambda a: _attention(a, _Attention(a).backward)),
     **{f"max_pool{n}d": Extern(1, _MAX, _max_pool(n)) for n in (2, 3)},
     **{f"max_pool{n}d_grad": Extern(3, _MAX, _max_pool_gradient(n)) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": Extern(1, frozenset({"output_size"}), _adaptive(n)) for n in (2, 3)},

@@ -35,6 +35,10 @@ from esper_ir.types import Dim, DType, TensorType
 Types = Sequence[TensorType | Number]
 CAUSAL = Attr("is_causal", "bool", False, doc="a query sees the keys up to its own position")
 SCALE = Attr("scale", "float", None, doc="factor on the scores; null: 1 / sqrt(width)")
+LAYOUT = Attr(
+    "layout", "str", "BHSD", ("BHSD", "BSHD"), "order of the axes: batch, heads (h), length (s) and width (d)"
+)
+ROWS_FIRST = (0, 2, 1, 3)
 
 
 def _resolve(operands: Types, attrs: Attrs) -> dict[str, Any]:
@@ -127,12 +131,24 @@ def _attended(q: Any, k: Any, v: Any, mask: Any, attrs: Attrs) -> Any:
 # The primitive: also the logarithm of the sum of exponentials, which the gradient needs.
 
 
+def _turned(kind: TensorType, attrs: Attrs) -> TensorType:
+    """Heads before rows, or back."""
+    if attrs["layout"] == "BHSD" or kind.rank != 4:
+        return kind
+    return TensorType(kind.dtype, tuple(kind.shape[i] for i in ROWS_FIRST))
+
+
+def _first(x: Any, attrs: Attrs) -> Any:
+    """The same for a tensor."""
+    return x if attrs["layout"] == "BHSD" else x.transpose(1, 2)
+
+
 def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    q, k, v = (tensor(o, i) for i, o in enumerate(operands))
+    q, k, v = (_turned(tensor(o, i), attrs) for i, o in enumerate(operands))
     _check(q, k, v)
     same(q.shape[1], k.shape[1], "queries and keys have the same heads", q.shape, k.shape)
     out = TensorType(q.dtype, (*q.shape[:3], v.shape[3]))
-    return out, TensorType(q.dtype.compute, q.shape[:3])
+    return _turned(out, attrs), TensorType(q.dtype.compute, q.shape[:3])
 
 
 def _scores(q: Any, k: Any, attrs: Attrs) -> Any:
@@ -144,8 +160,8 @@ def _scores(q: Any, k: Any, attrs: Attrs) -> Any:
 
 
 def _reference_primitive(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
-    q, k, v = inputs
-    out = _attended(q, k, v, None, attrs)
+    q, k, v = (_first(t, attrs) for t in inputs)
+    out = _first(_attended(q, k, v, None, attrs), attrs)
     return out, torch.logsumexp(_scores(q, k, attrs), -1)
 
 
@@ -172,20 +188,21 @@ def _infer_gradient(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _reference_gradient(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     """dv = p^T g; ds = p (g v^T - sum(g out)); dq = scale ds k; dk = scale ds^T q (Dao 2022, section 3)."""
-    g, q, k, v, out, lse = inputs
+    g, q, k, v, out = (_first(t, attrs) for t in inputs[:5])
+    lse = inputs[5]
     scores = _scores(q, k, attrs)
     p = torch.exp(scores - lse.to(scores.dtype).unsqueeze(-1))
     wg, wq, wk, wv, wo = (t.to(scores.dtype) for t in (g, q, k, v, out))
     ds = p * (wg @ wv.transpose(-1, -2) - (wg * wo).sum(-1, keepdim=True)) * attrs["scale"]
     found = (ds @ wk, ds.transpose(-1, -2) @ wq, p.transpose(-1, -2) @ wg)
-    return tuple(t.to(q.dtype) for t in found)
+    return tuple(_first(t.to(q.dtype), attrs) for t in found)
 
 
 def _cost(products: int) -> Any:
     def cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
         at = 0 if products == 2 else 1
         q, k = tensor(operands[at], at), tensor(operands[at + 1], at + 1)
-        return q.numel * k.shape[2] * 2 * products
+        return q.numel * k.shape[1 if attrs.get("layout") == "BSHD" else 2] * 2 * products
 
     return cost
 
@@ -271,6 +288,9 @@ def _backward_samples() -> tuple[Sample, ...]:
         wide = TensorType.of("float32", (2, 3, 5))
         q, k = (TensorType.of(dtype, (2, 3, n, 8)) for n in (5, 6))
         out.append(Sample((q, q, k, k, q, wide), {"scale": 0.25, **attrs}, 0.5, 1.0))
+    q = TensorType.of("float32", (2, 5, 3, 8))
+    attrs = {"scale": 0.25, "is_causal": True, "layout": "BSHD"}
+    out.append(Sample((q,) * 5 + (TensorType.of("float32", (2, 3, 5)),), attrs, 0.5, 1.0))
     return tuple(out)
 
 
@@ -294,16 +314,17 @@ OPS = (
     ),
     OpDef(
         name="attention", infer=_infer, reference=_reference_primitive, vjp=_vjp,
-        lowering=Opaque("attention"), arity=(3, 3), params=(CAUSAL, SCALE), resolve=_resolve, cost=_cost(2),
-        tolerance=LOOSE,
+        lowering=Opaque("attention"), arity=(3, 3), params=(CAUSAL, SCALE, LAYOUT), resolve=_resolve,
+        cost=_cost(2), tolerance=LOOSE,
         samples=_samples(("float32", QKV, {}), ("float32", ((1, 2, 5, 8),) * 3, {"is_causal": True}),
-                         ("float64", QKV, {"scale": 0.3})),
+                         ("float64", QKV, {"scale": 0.3}),
+                         ("float32", ((2, 5, 3, 8), (2, 6, 3, 8), (2, 6, 3, 8)), {"layout": "BSHD"})),
         doc="attention without a mask, and the logarithm of the sum of exponentials of the scores",
     ),
     OpDef(
         name="attention_grad", infer=_infer_gradient, reference=_reference_gradient,
         vjp=NotDifferentiable("second derivatives of attention are not implemented"),
-        lowering=Opaque("attention_grad"), arity=(6, 6), params=(CAUSAL, Attr("scale", "float")),
+        lowering=Opaque("attention_grad"), arity=(6, 6), params=(CAUSAL, Attr("scale", "float"), LAYOUT),
         cost=_cost(5), tolerance=LOOSE, samples=_backward_samples(),
         doc="gradients of attention from (cotangent, q, k, v, result, logarithm of the sum)",
     ),

@@ -15,7 +15,7 @@ from bench.models import (
     SMALL_DECODER,
     Cnn,
     cnn_swaps,
-    decoder_swaps,
+    decoder_parts,
     norm_blueprint,
 )
 from forge.service import compile_file
@@ -123,7 +123,7 @@ def dropped_blueprint() -> dict[str, Any]:
 def documents() -> dict[str, dict[str, Any]]:
     """Blueprint by the name that a test uses."""
     cnn = Cnn(SMALL_CNN)
-    found = {**decoder_swaps(SMALL_DECODER, (32,)), **cnn_swaps(cnn, (4,))}
+    found = {**decoder_parts(SMALL_DECODER, (32,)), **cnn_swaps(cnn, (4,))}
     channels, side = SMALL_CNN.width, SMALL_CNN.image // 4
     return {
         **found,

@@ -39,7 +39,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-5}
 
 
 def decoder_plan(ids: dict[str, str]) -> dict[str, str]:
-    return {key: ids[key] for key in ("layers.*.mlp", "layers.*.norm?", "norm")}
+    return {key: ids[key] for key in ("layers.*.mlp", "layers.*.norm?", "head.norm")}
 
 
 def cnn_plan(ids: dict[str, str]) -> dict[str, Fit]:
@@ -91,7 +91,7 @@ def test_undo_gives_everything_back(ids: dict[str, str]) -> None:
     taken = swap(ours, undo=True)
     assert len(taken) == 7 and set(taken.values()) <= set(ids.values()) and not swapped(ours)
     assert [type(m) for m in ours.modules()] == [type(m) for m in plain.modules()]
-    assert torch.equal(plain(*batch), ours(*batch)) and "_esper_seat" not in ours.norm.__dict__
+    assert torch.equal(plain(*batch), ours(*batch)) and "_esper_seat" not in ours.head.norm.__dict__
     assert swap(ours, undo=True) == {}
     swap(ours, decoder_plan(ids))
     assert len(swapped(ours)) == 7
@@ -175,29 +175,29 @@ def test_leading_axes_fold_only_where_rows_are_alone(ids: dict[str, str]) -> Non
 def test_refusals_change_nothing(ids: dict[str, str]) -> None:
     model = Decoder(SMALL_DECODER)
     classes = [type(m) for m in model.modules()]
-    near = refusal("E0850", swap, model, {"layers.*.mpl": ids["norm"]})
+    near = refusal("E0850", swap, model, {"layers.*.mpl": ids["head.norm"]})
     assert "layers.0.mlp" in str(near)
-    refusal("E0850", swap, model, {nn.Conv2d: ids["norm"]})
-    absent = refusal("E0851", swap, model, {"norm": ids["norm"], "layers.0.norm1": ids["square"]})
+    refusal("E0850", swap, model, {nn.Conv2d: ids["head.norm"]})
+    absent = refusal("E0851", swap, model, {"head.norm": ids["head.norm"], "layers.0.norm1": ids["square"]})
     assert "bias" in str(absent) or "shape" in str(absent)
     named = refusal(
         "E0851", swap, model, {MLP: Fit(ids["layers.*.mlp"], names={"gate.weight": "gat.weight"})}
     )
     assert "gate.weight" in str(named)
     refusal("E0851", swap, model, {MLP: Fit(ids["layers.*.mlp"], names={"nothing": "x"})})
-    refusal("E0851", swap, nn.Sequential(model.norm.double()), {"0": ids["norm"]})
-    model.norm.float()
-    refusal("E0851", swap, nn.Sequential(nn.LayerNorm(64, eps=1e-6)), {"0": ids["norm"]})  # its bias
-    refusal("E0852", swap, nn.Sequential(nn.LayerNorm(64, bias=False)), {"0": ids["norm"]})
+    refusal("E0851", swap, nn.Sequential(model.head.norm.double()), {"0": ids["head.norm"]})
+    model.head.norm.float()
+    refusal("E0851", swap, nn.Sequential(nn.LayerNorm(64, eps=1e-6)), {"0": ids["head.norm"]})  # its bias
+    refusal("E0852", swap, nn.Sequential(nn.LayerNorm(64, bias=False)), {"0": ids["head.norm"]})
     exchanged = {"gate.weight": "up.weight", "up.weight": "gate.weight"}
     refusal("E0852", swap, model, {MLP: Fit(ids["layers.*.mlp"], names=exchanged)})
     refusal("E0819", swap, model, {MLP: Fit(ids["layers.*.mlp"], mode="sometimes")})
-    refusal("E0851", swap, model, {RMSNorm: Fit(ids["norm"], updates={"weight": 1})})
-    refusal("E0853", swap, model, {"layers.0.norm1": ids["norm"], RMSNorm: ids["norm"]})
+    refusal("E0851", swap, model, {RMSNorm: Fit(ids["head.norm"], updates={"weight": 1})})
+    refusal("E0853", swap, model, {"layers.0.norm1": ids["head.norm"], RMSNorm: ids["head.norm"]})
     assert [type(m) for m in model.modules()] == classes
-    swap(model, {"norm": ids["norm"]})
-    refusal("E0853", swap, model, {"norm": ids["norm"]})
-    model.norm.__class__ = type("Later", (type(model.norm),), {})
+    swap(model, {"head.norm": ids["head.norm"]})
+    refusal("E0853", swap, model, {"head.norm": ids["head.norm"]})
+    model.head.norm.__class__ = type("Later", (type(model.head.norm),), {})
     refusal("E0853", swap, model, undo=True)
 
 
@@ -227,7 +227,7 @@ def test_copies_files_and_other_values(ids: dict[str, str]) -> None:
     want = ours(*batch)
     other = copy.deepcopy(ours)
     with torch.no_grad():
-        other.norm.weight.mul_(2)
+        other.head.norm.weight.mul_(2)
     assert torch.equal(ours(*batch), want) and not torch.equal(other(*batch), want)
     file = io.BytesIO()
     torch.save(ours, file)
@@ -235,7 +235,7 @@ def test_copies_files_and_other_values(ids: dict[str, str]) -> None:
     back = torch.load(file, weights_only=False)
     assert torch.equal(back(*batch), want) and len(swapped(back)) == 7
     swap(back, undo=True)
-    assert type(back.norm) is RMSNorm
+    assert type(back.head.norm) is RMSNorm
     other.load_state_dict(ours.state_dict(), assign=True)
     assert torch.equal(other(*batch), want)
     doubled = {name: value * 2 for name, value in ours.state_dict().items() if "mlp.down" in name}
@@ -362,7 +362,7 @@ def test_a_hugging_face_llama(ids: dict[str, str]) -> None:
     plain = transformers.LlamaForCausalLM(config)
     ours = copy.deepcopy(plain)
     names = {f"{n}.weight": f"{n}_proj.weight" for n in ("gate", "up", "down")}
-    done = swap(ours, {llama.LlamaMLP: Fit(ids["layers.*.mlp"], names), llama.LlamaRMSNorm: ids["norm"]})
+    done = swap(ours, {llama.LlamaMLP: Fit(ids["layers.*.mlp"], names), llama.LlamaRMSNorm: ids["head.norm"]})
     assert len(done) == 7 and list(plain.state_dict()) == list(ours.state_dict())
     tokens = torch.randint(0, sizes.words, (2, 16))
     for model in (plain, ours):
