@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from esper_ir.diagnostics import EsperError
@@ -17,7 +17,7 @@ from forge.passes.phases import Phase, with_dense_operands
 from forge.plan import Access, ChainTile, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.target import Target
-from forge.templates import chain, extern, matmul, rows, scan, table
+from forge.templates import chain, extern, matmul, rows, scan, table, ways
 from forge.tune.journal import Choices
 from forge.views import ONE, View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
@@ -42,13 +42,15 @@ class KernelSource:
 @dataclass
 class Kernels:
     """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are
-    the tiles picked for them, `sites` where each was picked first.
+    the tiles picked for them, `sites` where each was picked first, `drafts` the phase and the node of every
+    product that can be done in two ways.
     """
 
     by_key: dict[tuple[str, str], KernelSource] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     choices: Choices = field(default_factory=Choices)
     sites: dict[str, Site] = field(default_factory=dict)
+    drafts: dict[str, tuple[Draft, str]] = field(default_factory=dict)
 
     def add(self, plan: KernelPlan, variant: str, divisible: bool) -> str:
         key = (plan.digest, variant)
@@ -82,15 +84,57 @@ class Site:
     name: str
     reverse: bool
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.low.sizes
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Values that are in memory with every tile."""
+        return tuple(sorted(self.low.graph.types))
+
     def plan(self, choices: Choices) -> tuple[Plan, Kernels]:
         """The steps of the group alone, every buffer as memory that a caller gives, and their kernels."""
+        return together([self], choices)
+
+
+def together(sites: Sequence[Site], choices: Choices) -> tuple[Plan, Kernels]:
+    """The steps of groups of one phase, in this order, every buffer as memory that a caller gives; and their
+    kernels.
+    """
+    kernels = Kernels(choices=choices)
+    low = replace(sites[0].low, kernels=kernels, buffers=[], numbers={}, fresh=set())
+    low.declare()
+    steps: list[KernelStep | ExternStep] = []
+    for site in sites:
+        lowered = _lower_group(low, site.parts, site.group, site.name, site.reverse)
+        steps += _steps(low, site.group, lowered)
+    buffers = tuple(replace(b, source="zeroed" if b.source == "zeroed" else "temp") for b in low.buffers)
+    return Plan("forward", (), (), buffers, tuple(steps)), kernels
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What `lower_phase` was asked, to ask it again with other choices."""
+
+    phase: Phase
+    target: Target
+    sizes: Mapping[str, int]
+    interface: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    tag: str
+
+    def groups(self, choices: Choices) -> list[tuple[Site, Lowered]]:
+        """Every group of the phase, in order, with what it is lowered to."""
         kernels = Kernels(choices=choices)
-        low = replace(self.low, kernels=kernels, buffers=[], numbers={}, fresh=set())
+        low = _Lowerer(self.phase, self.target, kernels, self.sizes, self.interface, self.outputs)
         low.declare()
-        lowered = _lower_group(low, self.parts, self.group, self.name, self.reverse)
-        steps = _steps(low, self.group, lowered)
-        buffers = tuple(replace(b, source="zeroed" if b.source == "zeroed" else "temp") for b in low.buffers)
-        return Plan("forward", (), (), buffers, tuple(steps)), kernels
+        parts, done = _lowered(low, self.tag)
+        rows = zip(done, _directions(low, parts), strict=True)
+        return [
+            (Site(low, parts, group, f"{self.tag}{at}", reverse), lowered)
+            for at, ((group, lowered), reverse) in enumerate(rows)
+        ]
 
 
 @dataclass
@@ -104,6 +148,7 @@ class _Lowerer:
     buffers: list[Buffer] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
+    ways: ways.Ways = field(default_factory=ways.Ways)
 
     @property
     def graph(self) -> Graph:
@@ -200,6 +245,9 @@ def lower_phase(
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
     parts, done = _lowered(low, tag)
+    draft = Draft(phase, target, sizes, interface, outputs, tag)
+    for node, key in low.ways.keys.items():
+        kernels.drafts.setdefault(key, (draft, node))
     steps = [step for group, lowered in done for step in _steps(low, group, lowered)]
     plan = Plan(
         phase.name, bucket, phase.wanted, tuple(low.buffers), tuple(steps),
@@ -225,6 +273,8 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
     """
     alone: frozenset[str] = frozenset()
     graph = low.graph
+    low.ways = ways.chosen(graph, dict(views(graph)), low.target, low.sizes, low.kernels.choices)
+    low.kernels.choices.products = low.ways.tiles
     while True:
         parts = _chained(low, graph, alone)
         low.phase = replace(low.phase, graph=parts.graph)
@@ -243,8 +293,9 @@ def _chained(low: _Lowerer, graph: Graph, alone: frozenset[str]) -> Partition:
     pairs = chain.candidates(graph, dict(views(graph)), low.target)
     pairs = {b: a for b, a in pairs.items() if a not in alone and b not in alone}
     while True:
-        own = frozenset(pairs) | frozenset(pairs.values())
-        made = recompute(partition(graph, low.target, alone, own), low.target, low.sizes)
+        paired = frozenset(pairs) | frozenset(pairs.values())
+        asked = (alone, low.ways.own | paired, low.ways.library - paired)
+        made = recompute(partition(graph, low.target, *asked), low.target, low.sizes)
         parts = gathered(made)
         groups = chain.merged(parts.groups, pairs, parts.views)
         done = {g.chain[1].contraction.id for g in groups if g.chain and g.chain[1].contraction}

@@ -39,6 +39,7 @@ class Partition:
     refusals: list[Refusal] = field(default_factory=list)
     alone: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
+    library: frozenset[str] = frozenset()
 
     def closed(self, group: Group) -> bool:
         """Nothing joins a library call, a template of its own, or a node that has to stand alone."""
@@ -55,11 +56,12 @@ class Partition:
 
 
 def partition(
-    graph: Graph, target: Target, alone: frozenset[str] = frozenset(), own: frozenset[str] = frozenset()
-) -> Partition:
+    graph: Graph, target: Target, alone: frozenset[str] = frozenset(), own: frozenset[str] = frozenset(),
+    library: frozenset[str] = frozenset(),
+) -> Partition:  # fmt: skip
     """Groups of one phase graph for one target; the nodes `alone` get a group each, the products `own` are
-    kernels of ours."""
-    out = Partition(graph, dict(views(graph)), alone=alone, own=own)
+    kernels of ours, those of the `library` are not."""
+    out = Partition(graph, dict(views(graph)), alone=alone, own=own, library=library)
     matcher = Matcher(graph)
     owner: dict[str, Group] = {}
     for node in graph:
@@ -155,6 +157,8 @@ def _start(node: Node, matcher: Matcher, out: Partition, target: Target) -> Grou
         group.nodes.append(node)
         group.placements[node.id] = everywhere(group.space)
         chosen = own_matmul(node, matcher.graph, out.views, target)
+        if node.id in out.library and not isinstance(chosen, Rejected):
+            chosen = Rejected("measured", "the library call was measured to be faster")
         if isinstance(chosen, Rejected) and node.id not in out.own:
             out.externs.add(node.id)
             out.refusals.append(Refusal(node.id, "matmul", chosen))

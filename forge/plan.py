@@ -234,7 +234,23 @@ class GatherTile:
     warps: int
 
 
-Tile = RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile
+@dataclass(frozen=True)
+class ProductWay:
+    """How a product is done: by a library call, or as a kernel of ours (`own`) with the tile that the other
+    fields say, the template's own where they are zero.
+    """
+
+    own: bool
+    block_m: int = 0
+    block_n: int = 0
+    block_k: int = 0
+    warps: int = 0
+    stages: int = 0
+    group_m: int = 0
+    split_k: int = 0
+
+
+Tile = RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile | ProductWay
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
         Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, precision(node),
     )  # fmt: skip
     prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
-    tile = given.choose(space, accesses, prior, spec)
+    tile = given.choose(space, accesses, prior, spec, node.id)
     tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
     if tile.split_k == 1:
         plan = _plan(given, space, accesses, given.body.stmts, tile, spec)

@@ -76,10 +76,13 @@ class RowsInput:
     reverse: bool = False
     choices: Choices = field(default_factory=Choices)
 
-    def choose(self, space: tuple[Dim, ...], accesses: list[Access], prior: Tile, more: object = None) -> Any:
-        """The journal's tile for this work, else a measured one, else the prior."""
+    def choose(
+        self, space: tuple[Dim, ...], accesses: list[Access], prior: Tile, more: object = None,
+        product: str = "",
+    ) -> Any:  # fmt: skip
+        """The journal's tile for this work, else a measured one, else the prior. `product`: its node."""
         work = (self.target.arch, space, tuple(accesses), tuple(self.body.stmts), more, self.sizes)
-        return self.choices.pick(choice_key(*work), prior, shape_of(*work))
+        return self.choices.pick(choice_key(*work), prior, shape_of(*work), product)
 
 
 def lower(given: RowsInput) -> Lowered:

@@ -6,10 +6,10 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from esper_ir.diagnostics import EsperError
-from forge.lower import KernelSource, Site
+from forge.lower import Kernels, KernelSource, Site
 from forge.plan import Tile
 from forge.target import Target
 from forge.toolchain import Candidate, build_candidates
@@ -43,33 +43,45 @@ class Built:
         return {"name": name, "plan": self.plan, "kernels": self.kernels, "code": code}
 
 
+class Subject(Protocol):
+    """What tiles are tried for: a group (forge.lower.Site), or the groups of a product (WaySite)."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def values(self) -> tuple[str, ...]: ...
+
+    def plan(self, choices: Choices) -> tuple[Plan, Kernels]: ...
+
+
 def build(
-    asked: Sequence[tuple[Site, str, Tile]], given: Mapping[str, Tile], target: Target
+    asked: Sequence[tuple[Subject, str, Tile]], given: Mapping[str, Tile], target: Target
 ) -> list[Built | str]:
-    """Each (site, its key, tile) as code, or why there is none."""
+    """Each (site, its key, tile) as code, or why there is none. Library calls alone have none to build."""
     plans = [_plan(site, {**given, key: tile}) for site, key, tile in asked]
-    good = [p for p in plans if not isinstance(p, str)]
-    made = iter(build_candidates([p[0] for p in good], target))
+    sets = [p[0] for p in plans if not isinstance(p, str)]
+    built = iter(build_candidates([s for s in sets if s], target))
+    made = iter([next(built) if s else Candidate() for s in sets])
     out: list[Built | str] = []
     for (site, key, tile), plan in zip(asked, plans, strict=True):
         out.append(plan if isinstance(plan, str) else _built(site, key, tile, plan[1], next(made)))
     return out
 
 
-def _built(site: Site, key: str, tile: Tile, plan: Plan, code: Candidate) -> Built | str:
+def _built(site: Subject, key: str, tile: Tile, plan: Plan, code: Candidate) -> Built | str:
     if code.failed:
         return code.failed
-    dims, values = dict(site.low.sizes), tuple(sorted(site.low.graph.types))
-    return Built(key, tile, dims, values, to_json(plan), to_json(code.kernels), code.code)
+    return Built(key, tile, dict(site.sizes), site.values, to_json(plan), to_json(code.kernels), code.code)
 
 
-def _plan(site: Site, given: Mapping[str, Tile]) -> tuple[tuple[KernelSource, ...], Plan] | str:
+def _plan(site: Subject, given: Mapping[str, Tile]) -> tuple[tuple[KernelSource, ...], Plan] | str:
     """Kernels and steps of a group; why not where the template cannot use a tile."""
     try:
         plan, kernels = site.plan(Choices(given))
     except EsperError as error:
         return str(error)[:200]
-    plan, used = _specialised(plan, site.low.sizes)
+    plan, used = _specialised(plan, site.sizes)
     return tuple(s for s in kernels.by_key.values() if s.plan.name in used), plan
 
 

@@ -25,7 +25,7 @@ from forge.plan import Tile
 from forge.target import Target
 from forge.tune import candidates, space
 from forge.tune.candidates import Built, Timer
-from forge.tune.search import FINAL_ROUNDS, FINALISTS, MOST, ROUNDS, SEED, hunts_of
+from forge.tune.search import FINAL_ROUNDS, FINALISTS, MOST, ROUNDS, SEED, subjects
 from forge.tune.store import Store
 from forge.tune.tiles import tile_of, tile_row
 from forge.tune.trials import Hunt, Trial, gain, report, trial_of
@@ -44,7 +44,8 @@ def build_only(
     """Candidates of every group, about `trials` of them: the tiles nearest to the prior, by the bytes that
     the groups move, at least a few each. `only`: keys of the groups, all without it.
     """
-    hunts = [h for h in hunts_of(kernels) if only is None or h.key in only]
+    found, sites = subjects(kernels, only)
+    hunts = [h for h in found if only is None or h.key in only]
     weight = sum(h.floor_us for h in hunts) or 1.0
     asked: list[tuple[Hunt, Tile]] = []
     for hunt in hunts:
@@ -54,7 +55,7 @@ def build_only(
     for at in range(0, len(asked), MOST):
         progress(f"tune: {at} of {len(asked)} candidates built")
         part = asked[at : at + MOST]
-        work = [(kernels.sites[h.key], h.key, tile) for h, tile in part]
+        work = [(sites[h.key], h.key, tile) for h, tile in part]
         made = candidates.build(work, kernels.choices.given, target)
         rows += [_row(h, tile, found) for (h, tile), found in zip(part, made, strict=True)]
     groups = [{**h.report(), "trials": []} for h in hunts]

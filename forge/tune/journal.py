@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper_ir.types import Dim
-from forge.plan import Access, Stmt, Tile
+from forge.plan import Access, MatmulTile, Stmt, Tile
 from forge.tune.priors import Table, shipped
 from forge.tune.shapes import Shape
 from forge.tune.tiles import bad, tile_of, tile_row
@@ -47,17 +47,24 @@ def choice_key(
 @dataclass
 class Choices:
     """`given` tiles win over those of the table of `priors`, and these over the rule's. `made` records every
-    choice of this compilation and where it came from ("journal", "table", "near" or "rule"), `shapes` what
-    for.
+    choice of this compilation and where it came from ("journal", "way", "table", "near" or "rule"), `shapes`
+    what for. `products`: tiles of products by node, of the phase that is being lowered, that came with the
+    choice to do them in a kernel.
     """
 
     given: Mapping[str, Tile] = field(default_factory=dict)
     made: dict[str, tuple[Tile, str]] = field(default_factory=dict)
+    products: Mapping[str, MatmulTile] = field(default_factory=dict)
     shapes: dict[str, Shape] = field(default_factory=dict)
     priors: Table = field(default_factory=shipped)
 
-    def pick(self, key: str, rule: Tile, shape: Shape | None = None) -> Any:
-        """The tile to use: the journal's, else a measured one of this or of near work, else the rule's."""
+    def pick(self, key: str, rule: Tile, shape: Shape | None = None, node: str = "") -> Any:
+        """The tile to use: that of a product's way, else the journal's, else a measured one of this or of
+        near work, else the rule's.
+        """
+        if node in self.products:
+            self.made[key] = (self.products[node], "way")
+            return self.products[node]
         found = self.given.get(key)
         if found is not None and type(found) is not type(rule):
             raise bad(f"entry {key[:12]} holds a {type(found).__name__} for a {type(rule).__name__}")

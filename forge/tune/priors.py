@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from forge.plan import ChainTile, MatmulTile, RowTile, Tile, next_pow2
+from forge.plan import ChainTile, MatmulTile, ProductWay, RowTile, Tile, next_pow2
 from forge.tune import space
 from forge.tune.shapes import Shape
 from forge.tune.tiles import tile_of, tile_row
@@ -76,7 +76,7 @@ def distance(a: Shape, b: Shape, tile: Tile) -> float | None:
     if len(a.sizes) != len(b.sizes) or min((*a.sizes, *b.sizes)) < 1:
         return None
     steps = [abs(math.log2(x / y)) for x, y in zip(a.sizes, b.sizes, strict=True)]
-    if isinstance(tile, (MatmulTile, ChainTile)):
+    if isinstance(tile, (MatmulTile, ChainTile, ProductWay)):
         near = max(steps) <= PRODUCT_EACH and sum(steps) <= PRODUCT_TOTAL
     else:
         pairs = zip(a.sizes[1:], b.sizes[1:], strict=True)

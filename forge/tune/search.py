@@ -14,15 +14,16 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.lower import Kernels, Site
+from forge.lower import Kernels
 from forge.plan import Tile
 from forge.target import Target
 from forge.tune import candidates, space
-from forge.tune.candidates import Built, Timer
+from forge.tune.candidates import Built, Subject, Timer
+from forge.tune.products import way_hunts, way_sites
 from forge.tune.rank import ranked
 from forge.tune.store import Store
 from forge.tune.trials import Hunt, Trial, gain, report, winners
@@ -66,6 +67,17 @@ def hunts_of(kernels: Kernels) -> list[Hunt]:
     return out
 
 
+def subjects(
+    kernels: Kernels, keys: Collection[str] | None = None
+) -> tuple[list[Hunt], dict[str, Subject]]:  # fmt: skip
+    """What can be searched of a plan, by key: tiles of groups, and the way of every product (`keys`: of these
+    only). A tile that came with a product's way is searched with it.
+    """
+    found = way_sites(kernels, keys)
+    hunts = [*(h for h in hunts_of(kernels) if h.origin != "way"), *way_hunts(found, kernels.choices)]
+    return hunts, {**kernels.sites, **found}
+
+
 def search(
     kernels: Kernels, target: Target, device: str | None, toolchain: str, effort: Effort, store: Store | None,
     progress: Callable[[str], None] = lambda text: None,
@@ -73,13 +85,14 @@ def search(
     """Tune every site of a finished plan. The result is what was found when the time was up, or when the user
     interrupted it. `device` None: nothing is timed, what the store knows is used.
     """
-    hunts = hunts_of(kernels)
+    known = [k for k in kernels.drafts if store and store.measurements(k, target.arch, toolchain)]
+    hunts, sites = subjects(kernels, known if device is None else None)
     for hunt in hunts:
         hunt.recall(store.measurements(hunt.key, target.arch, toolchain) if store else ())
     timer = Timer(device or "", target.arch, toolchain, store)
     if device is not None:
         try:
-            _hunt(hunts, _Bench(kernels.sites, kernels.choices.given, target, timer), effort, progress)
+            _hunt(hunts, _Bench(sites, kernels.choices.given, target, timer), effort, progress)
         except KeyboardInterrupt:
             progress("tune: interrupted; the best so far is kept")
     return Found(winners(hunts, effort.aim), report(hunts, target.arch, toolchain, effort.aim, timer.absent))
@@ -144,7 +157,7 @@ def next_tiles(hunts: Sequence[Hunt]) -> list[tuple[Hunt, Tile]]:
 class _Bench:
     """Builds and times."""
 
-    sites: Mapping[str, Site]
+    sites: Mapping[str, Subject]
     given: Mapping[str, Tile]
     target: Target
     timer: Timer

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from forge.plan import ChainTile, MatmulTile, PointTile, RowTile, ScanTile, SumTile, Tile
+from forge.plan import ChainTile, MatmulTile, PointTile, ProductWay, RowTile, ScanTile, SumTile, Tile
 
 
 def _powers(low: int, high: int) -> tuple[int, ...]:
@@ -41,12 +41,22 @@ ELEMENTS = 1 << 16
 """Of one tile: more does not fit the registers of a program."""
 
 
+PRODUCTS = (
+    (128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4),
+    (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
+)  # fmt: skip
+"""(m, n, k, warps, stages) from which the tile of a product that was a library call is searched."""
+
+
 def tunable(tile: Tile) -> bool:
     return type(tile) in SPACES
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
     """Every tile one step away in one field, in a fixed order."""
+    if isinstance(tile, ProductWay):
+        yield from _ways(tile)
+        return
     space = SPACES[type(tile)]
     for name, values in space.items():
         now = int(getattr(tile, name))
@@ -60,6 +70,25 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
                 yield made
 
 
+def _ways(way: ProductWay) -> Iterator[ProductWay]:
+    """From a library call and from the template's own tile the other of the two and tiles to begin with; from
+    a tile its neighbours, and the template's own.
+    """
+    if not way.block_m:
+        yield ProductWay(not way.own)
+        for m, n, k, warps, stages in PRODUCTS:
+            yield ProductWay(True, m, n, k, warps, stages, 8, 1)
+        return
+    yield ProductWay(True)
+    for tile in neighbours(_product(way)):
+        assert isinstance(tile, MatmulTile)
+        yield ProductWay(True, **asdict(tile))
+
+
+def _product(way: ProductWay) -> MatmulTile:
+    return MatmulTile(**{f.name: getattr(way, f.name) for f in fields(MatmulTile)})
+
+
 def _with(tile: Tile, name: str, value: int) -> Any:
     """One field changed; a block of rows that a program owns alone stays a whole number of blocks."""
     kind = bool if isinstance(getattr(tile, name), bool) else int
@@ -71,6 +100,8 @@ def _with(tile: Tile, name: str, value: int) -> Any:
 
 def fits(tile: Tile) -> bool:
     """Whether a program could hold the tile, and has work for its warps."""
+    if isinstance(tile, ProductWay):
+        return not tile.block_m or (tile.own and fits(_product(tile)))
     if isinstance(tile, RowTile):
         count = tile.block_rows * tile.block_cols
         whole = tile.programs or tile.rows_per_program % tile.block_rows == 0
@@ -94,7 +125,13 @@ def features(tile: Tile) -> list[float]:
 
 
 def distance(a: Tile, b: Tile) -> int:
-    """Steps between two tiles of one kind."""
+    """Steps between two tiles of one kind. A library call and the template's own tile are one step from each
+    other and from every tile.
+    """
+    if isinstance(a, ProductWay) and isinstance(b, ProductWay):
+        if not a.block_m or not b.block_m:
+            return int(a != b)
+        a, b = _product(a), _product(b)
     total = 0
     for name, values in SPACES[type(a)].items():
         at = [min(range(len(values)), key=lambda i: abs(values[i] - int(getattr(t, name)))) for t in (a, b)]

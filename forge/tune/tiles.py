@@ -12,13 +12,14 @@ from forge.plan import (
     MatmulTile,
     PlaceTile,
     PointTile,
+    ProductWay,
     RowTile,
     ScanTile,
     SumTile,
     Tile,
 )
 
-TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile)
+TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile, ProductWay)
 KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
