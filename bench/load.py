@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import runtime
 from bench.blocks import Block
 from bench.results import ROOT, figure
@@ -23,6 +25,7 @@ from library import launch as launch_manifest
 from library.store import Library
 from runtime import loader, system, timing
 from runtime.code import load_code
+from runtime.driver import driver
 from runtime.executor import Program
 from runtime.timing import Timing
 
@@ -145,10 +148,17 @@ def _sampled(fn: Callable[[], Any], rounds: int) -> Timing:
             begin = time.perf_counter_ns()
             held = fn()
             spent = (time.perf_counter_ns() - begin) / 1000
-            del held  # what letting go costs is not loading
+            del held
+            _let_go()
             if turn >= 20:
                 samples.append(spent)
     return Timing(tuple(samples))
+
+
+def _let_go() -> None:
+    """Unload what was given up, which the next load would do: a first one finds nothing to unload."""
+    if torch.cuda.is_available():
+        driver().bury()
 
 
 def _fresh(library: Library, name: str, program: Program, dims: tuple[int, ...], unproven: bool) -> Any:
@@ -183,6 +193,7 @@ def _pieces(
         timed("prime", code.prime)
         timed("bind", lambda: made.ready("inference", dims))
         code.close()
+        _let_go()
 
     device = program.device
     with timing.quiet():

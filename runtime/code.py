@@ -23,16 +23,24 @@ class Handles(dict[str, int]):
 
     def __init__(self, libraries: Mapping[str, Library], kernels: Sequence[Kernel]) -> None:
         super().__init__()
-        self._found = {k.name: (libraries[k.blob], libraries[k.blob].find(k.entry), k) for k in kernels}
+        self._found = {
+            k.name: (libraries[k.blob], (libraries[k.blob].find(k.entry), k.entry, k.shared)) for k in kernels
+        }
 
     def __missing__(self, name: str) -> int:
-        library, found, kernel = self._found[name]
-        self[name] = handle = library.prime(found, kernel.entry, kernel.shared)
+        library, found = self._found[name]
+        (handle,) = library.prime([found])
+        self[name] = handle
         return handle
 
     def prime(self) -> None:
-        for name in self._found:
-            _ = self[name]
+        """All that were not asked for yet, those of a library together."""
+        left: dict[Library, list[str]] = {}
+        for name, (library, _) in self._found.items():
+            if name not in self:
+                left.setdefault(library, []).append(name)
+        for library, names in left.items():
+            self.update(zip(names, library.prime([self._found[n][1] for n in names]), strict=True))
 
 
 @dataclass

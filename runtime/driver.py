@@ -4,7 +4,7 @@ with names."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -168,7 +168,7 @@ class Library:
         self._handle = 0
         # The verified bytes themselves, by address: no copy between check and use.
         self._data = numpy.frombuffer(data, dtype=numpy.uint8)
-        address = self._data.ctypes.data
+        address = self._data.__array_interface__["data"][0]
         with driver.inside(device):
             driver.bury()
             self._handle = driver._get_pointer(
@@ -179,17 +179,18 @@ class Library:
         """The kernel of that name, not yet loaded. E0803 when there is none."""
         return self.driver._get_pointer("cuLibraryGetKernel", self._handle, entry.encode(), node=entry)
 
-    def prime(self, kernel: int, entry: str, shared: int) -> int:
-        """Launchable handle of a kernel, its code on the device, `shared` bytes of dynamic shared memory
-        allowed."""
-        driver = self.driver
+    def prime(self, kernels: Sequence[tuple[int, str, int]]) -> list[int]:
+        """Launchable handles of kernels (found, entry, bytes of dynamic shared memory to allow), their code
+        on the device."""
+        driver, made = self.driver, []
         if not self._handle:
-            raise fail("E0809", f"{self.name} is unloaded already", node=entry)
+            raise fail("E0809", f"{self.name} is unloaded already", node=kernels[0][1] if kernels else None)
         with driver.inside(self.device):
-            function = driver._get_pointer("cuKernelGetFunction", kernel, node=entry)
-        if shared > SHARED_WITHOUT_OPTIN:
-            self._allow(function, entry, shared)
-        return function
+            for kernel, entry, shared in kernels:
+                made.append(driver._get_pointer("cuKernelGetFunction", kernel, node=entry))
+                if shared > SHARED_WITHOUT_OPTIN:
+                    self._allow(made[-1], entry, shared)
+        return made
 
     def _allow(self, function: int, entry: str, shared: int) -> None:
         limit = self.driver.attribute(MAX_SHARED_OPTIN, self.device)
