@@ -84,11 +84,14 @@ def _drawn(
 
 
 def measured(
-    folder: Path, seconds: float, tell: Callable[[str], None] = say, times: Path | None = None
-) -> dict[str, Any]:
-    """Time everything in the folder; the results document. Every time goes into `times`, a file per block."""
+    folder: Path, seconds: float, tell: Callable[[str], None] = say, times: Path | None = None,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time everything in the folder; the results document. Every time goes into `times`, a file per block.
+    `known`: such files of an earlier run on a card of this name, by block: not timed again."""
     end, header = time.monotonic() + seconds, results.header("tuner")
     rows: list[dict[str, Any]] = []
+    kept = {name: found for name, found in (known or {}).items() if found["card"] == header["card"]}
     for path in sorted(folder.glob("*.candidates")):
         if time.monotonic() > end:
             break
@@ -96,12 +99,18 @@ def measured(
         device = device_of(resolve(str(document["target"])))
         if device is None:
             raise click.ClickException(f"no {document['target']} here")
-        found = halves.time_only(document, device, None, end - time.monotonic(), tell)
+        found = kept.get(document["block"]) or halves.time_only(
+            document, device, None, end - time.monotonic(), tell
+        )
         if times is not None:
             times.mkdir(parents=True, exist_ok=True)
-            named = {**found, "block": document["block"], "card": header["card"]}
+            named = {"commit": header["commit"], **found, "block": document["block"], "card": header["card"]}
             halves.write(named, times / f"{document['block']}.times")
-        rows += [row_of(group, document) for group in found["groups"] if group["trials"]]
+        rows += [
+            {**row_of(group, document), "commit": found.get("commit", header["commit"])}
+            for group in found["groups"]
+            if group["trials"]
+        ]
     return {**header, "rows": rows, "figures": figures(rows)}
 
 
@@ -169,10 +178,13 @@ def alone(only: tuple[str, ...], out: Path, quick: bool) -> int:
 @click.option("--trials", default=TRIALS, show_default=True, help="With --make: candidates of a group.")
 @click.option("--seed", default=0, show_default=True, help="With --make: which groups.")
 @click.option("--seconds", default=3600.0, show_default=True, help="With --from: limit of the timing.")
+@click.option(
+    "--known", type=click.Path(path_type=Path, exists=True), help="With --from: folder of times taken before."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
     made: Path | None, folder: Path | None, target: str, only: tuple[str, ...], groups: int, trials: int,
-    seed: int, seconds: float, out: Path,
+    seed: int, seconds: float, known: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Build candidates, or time them and write the results file."""
     if (made is None) is (folder is None):
@@ -182,7 +194,8 @@ def main(
             say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if folder is not None:
-        found = measured(folder, seconds, times=out / "times")
+        before = [halves.read(path, halves.TIMES) for path in sorted(known.glob("*.times"))] if known else []
+        found = measured(folder, seconds, times=out / "times", known={str(t["block"]): t for t in before})
         for name, one in found["figures"].items():
             say(f"{name}: {one['value']} {one['unit']}")
         say(f"written: {results.write(found, out)}")
