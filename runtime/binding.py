@@ -222,14 +222,19 @@ class Block(nn.Module):
         places = {t.get_device() for t in tensors}
         return len(places) == 1 and places.isdisjoint({self._index, -1})
 
+    def on_images(self, tensors: list[Tensor], turned: int) -> Any:
+        """A functional block traced by a compiler, on tensors of which those in the mask `turned` are images
+        [n, c, h, w] where the block takes [n, h, w, c]; its outputs of rank 4 are images too."""
+        return self._operate(tensors, turned)
+
     def _by_operator(self, inputs: Iterable[Tensor]) -> Any:
         if not _is_compiling():
             flops.watch(self._handle.entry)
         return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
 
-    def _operate(self, tensors: list[Tensor]) -> Any:
+    def _operate(self, tensors: list[Tensor], turned: int = 0) -> Any:
         mask = mask_of(tensors, self._can) if torch.is_grad_enabled() else 0
-        found = torch.ops.esper.fwd(self._name, mask, tensors)
+        found = torch.ops.esper.fwd(self._name, mask, tensors, turned)
         count = len(self._state.program.interface.outputs)
         return found[0] if count == 1 else tuple(found[:count])
 

@@ -22,6 +22,7 @@ from library.launch import evaluate
 from library.manifest import blueprint_document
 from runtime.eager import twin_of
 from runtime.loader import Entry
+from runtime.operators import sizes
 
 log = logging.getLogger("esper.runtime")
 COUNTER = "torch.utils.flop_counter"
@@ -44,14 +45,12 @@ def watch(entry: Entry) -> None:
             counter.flop_registry.update({op: counting.flop_registry[op] for op in rules})
 
 
-def _forward(name: str, mask: int, xs: Sequence[Tensor], **_: Any) -> int:
-    interface = _entries[name].program.interface
-    dims = tuple(int(xs[d.tensor].shape[d.axis]) for d in interface.dims)
-    return _counted(name, dims, 0)
+def _forward(name: str, mask: int, xs: Sequence[Tensor], turned: int = 0, **_: Any) -> int:
+    return _counted(name, tuple(map(int, sizes(_entries[name].program, xs, turned))), 0)
 
 
 def _backward(
-    name: str, dims: Sequence[int], mask: int, saved: Sequence[Tensor], cotangents: Any, **_: Any
+    name: str, dims: Sequence[int], mask: int, saved: Sequence[Tensor], *rest: Any, **_: Any
 ) -> int:
     return _counted(name, tuple(int(d) for d in dims), mask)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from esper_ir.diagnostics import EsperError
 from runtime.adapters import Unfoldable, adapted, is_adapter
 from runtime.binding import SERVED_EAGERLY, Block
 from runtime.errors import fail
+from runtime.operators import NCHW, NHWC
 from runtime.state import given, recomputing, with_drawn
 
 log = logging.getLogger("esper.runtime")
-NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -129,6 +129,9 @@ class Seat:
 
     def run(self, module: nn.Module, inputs: Sequence[Tensor]) -> Any:
         """The block on the module's tensors. Errors as of a block's call."""
+        traced = self.channels_last and _is_compiling() and any(t.dim() == 4 for t in inputs)
+        if traced:
+            return self._results(module, self._on_images(module, inputs), {}, True)
         leaves = self._leaves(module)
         if self.simple and [t.dim() for t in inputs] == self.ranks:
             return self.block(*inputs, *leaves)
@@ -136,13 +139,31 @@ class Seat:
         tensors = [self._folded(at, value, lead) for at, value in enumerate(inputs)]
         if self.draws:
             tensors = with_drawn(self.block.program.interface, tensors, tensors[0].device)
-        found = self.block(*tensors, *leaves)
+        return self._results(module, self.block(*tensors, *leaves), lead, False)
+
+    def _on_images(self, module: nn.Module, inputs: Sequence[Tensor]) -> Any:
+        """What a compiler sees: images and filters go into the operator as torch has them."""
+        tensors = list(inputs)
+        if self.draws:
+            tensors = with_drawn(self.block.program.interface, tensors, tensors[0].device)
+        turned = sum(1 << at for at, value in enumerate(tensors) if value.dim() == 4)
+        for place in self.places:
+            if isinstance(place, Place) and place.order == NHWC:
+                turned |= 1 << len(tensors)
+                place = replace(place, order=())
+            tensors.append(place if isinstance(place, Tensor) else place.of(module))
+        return self.block.on_images(tensors, turned)
+
+    def _results(
+        self, module: nn.Module, found: Any, lead: Mapping[str, tuple[int, ...]], images: bool
+    ) -> Any:
+        """What the module gives, from what the block gave; buffers updated."""
         outputs = (found,) if self.single else found
         if self.updates and module.training:
             self._update(module, outputs)
         keep = len(outputs) - len(self.updates)
         shaped = tuple(
-            self._unfolded(value, lead.get(dim, ()))
+            value if images else self._unfolded(value, lead.get(dim, ()))
             for value, dim in zip(outputs[:keep], self.out_dims, strict=False)
         )
         return shaped[0] if keep == 1 else shaped
