@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
+from forge.band import banded
 from forge.body import Body, BodyBuilder
 from forge.fuse import LITTLE
 from forge.groups import Group, lowering_kind
@@ -245,6 +246,7 @@ def lower_phase(
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
     parts, done = _lowered(low, tag)
+    done = banded(done, set(low.numbers), sizes) if target.kind != "cpu" else done
     draft = Draft(phase, target, sizes, interface, outputs, tag)
     for node, key in low.ways.keys.items():
         kernels.drafts.setdefault(key, (draft, node))

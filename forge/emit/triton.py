@@ -7,6 +7,8 @@ PointTile kernels are one-dimensional.
 from __future__ import annotations
 
 from esper_ir.types import Dim
+from forge.band import BandTile
+from forge.emit.triton_band import bands
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_chain import chains, dot_operand
 from forge.emit.triton_rows import rows
@@ -164,4 +166,4 @@ def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:
 
 
 _EMITTERS = {RowTile: rows, PointTile: _points, SumTile: _sums, MatmulTile: _matmul, ChainTile: chains,
-             ScanTile: scans, PlaceTile: places, GatherTile: gathers}  # fmt: skip
+             ScanTile: scans, PlaceTile: places, GatherTile: gathers, BandTile: bands}  # fmt: skip

@@ -102,7 +102,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         _row_lines(k, tile, "0")
         _block(k, work, {**_row_mask(k, tile), **col_mask}, folded)
         return
-    loads = _ahead(k, work) if tile.prefetch else []
+    loads = ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
     if not loads:
         with k.w.block(head):
@@ -110,10 +110,10 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
             _block(k, work, {"r": "row_ok", **col_mask}, folded)
         return
     _row_lines(k, tile, "0")
-    _fetch(k, loads, "", {"r": "row_ok", **col_mask})
+    fetch(k, loads, "", {"r": "row_ok", **col_mask})
     with k.w.block(head):
         _row_lines(k, tile, "i + 1", "next_")
-        _fetch(k, loads, "next_", {"r": "next_row_ok", **col_mask}, ("next_row", "col"))
+        fetch(k, loads, "next_", {"r": "next_row_ok", **col_mask}, ("next_row", "col"))
         for s in loads:
             k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
         _block(k, rest, {"r": "row_ok", **col_mask}, folded)
@@ -121,7 +121,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
             k.w.line(f"{name} = next_{name}")
 
 
-def _ahead(k: Kernel, work: list[Stmt]) -> list[Load]:
+def ahead(k: Kernel, work: list[Stmt]) -> list[Load]:
     """Loads that need nothing computed: their addresses, or the rows they read, are loaded themselves."""
     out: list[Load] = []
     for s in work:
@@ -131,7 +131,7 @@ def _ahead(k: Kernel, work: list[Stmt]) -> list[Load]:
     return out
 
 
-def _fetch(
+def fetch(
     k: Kernel, loads: list[Load], prefix: str, masks: dict[str, str], at: tuple[str, str] = ("row", "col")
 ) -> None:
     """Loads of one block in their stored type, half the registers of the computed one."""
@@ -235,17 +235,17 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     """
     w, block = k.w, tile.block_cols
     last = f"(col < {dim_text(k.plan.cols)})"
-    loads = _ahead(k, list(sweep.full)) if tile.prefetch else []
+    loads = ahead(k, list(sweep.full)) if tile.prefetch else []
     kept = _row_mask(k, tile)
     if loads:
         w.line(f"col = tl.arange(0, {block})[None, :]")
-        _fetch(k, loads, "", {**kept, "c": last})
+        fetch(k, loads, "", {**kept, "c": last})
     for start, stop, whole in _spans(k, block):
         with w.block(f"for start in tl.range({start}, {stop}, {block}):"):
             w.line(f"col = start + tl.arange(0, {block})[None, :]")
             if loads and whole:
                 w.line(f"next_col = col + {block}")
-                _fetch(k, loads, "next_", {**kept, "c": f"(next_{last[1:]}"}, ("row", "next_col"))
+                fetch(k, loads, "next_", {**kept, "c": f"(next_{last[1:]}"}, ("row", "next_col"))
             _columns(k, sweep, loads, [*outer, "col"], kept if whole else {**kept, "c": last})
             for s in loads if whole else ():
                 w.line(f"raw_{s.name} = next_raw_{s.name}")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
-from esper_ir.types import DType, promote
+from esper_ir.types import Dim, DType, promote
+from forge.band import BandTile
 from forge.plan import (
     INDEX,
     Access,
@@ -86,7 +87,7 @@ def run_plan(
     False the elementary functions are computed in float64 and rounded once."""
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
     tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products,
-             ChainTile: run.chains,
+             ChainTile: run.chains, BandTile: run.bands,
              ScanTile: run.scans, PlaceTile: run.lists, GatherTile: run.gathers}  # fmt: skip
     tiles[type(plan.tile)]()
 
@@ -129,6 +130,19 @@ class _Run:
         assert isinstance(tile, RowTile)
         for program, rows in enumerate(self.shares(tile)):
             self.one_row_program(program, rows, torch.arange(self.cols))
+
+    def bands(self) -> None:
+        """One part after the other; what is on chip only is memory that nobody else sees."""
+        tile = self.plan.tile
+        assert isinstance(tile, BandTile)
+        memory = dict(self.buffers)
+        for part in tile.parts:
+            count = math.prod(size.value(self.sizes) for size in part.space[:-1])
+            for access in part.accesses:
+                if access.buffer in tile.inner and access.buffer not in memory:
+                    whole = count if access.strides[-1] == Dim() else count * part.cols.value(self.sizes)
+                    memory[access.buffer] = torch.full((whole,), math.nan, dtype=torch_dtype(access.dtype))
+            run_plan(part, memory, self.sizes, row_sum=self.row_sum, libraries=self.libraries)
 
     def shares(self, tile: RowTile) -> list[Tensor]:
         """The rows of each program, in the order in which it takes them."""

@@ -1,0 +1,121 @@
+"""Rows, groups of rows, and the rows again as one kernel: the same numbers, and memory read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import esper_ir.text as text
+from esper_ir.graph import Blueprint
+from forge import band
+from forge.band import BandTile
+from forge.plan import KernelPlan
+from forge.service import front
+from forge.work import Work
+from tests.forge.test_blocks import EXAMPLES
+from tests.forge.test_interpreter import ROOT
+from tests.forge.whole import Machine, check, compared
+
+
+def document(channels: int, groups: int, image: list[int], dtype: str = "bfloat16") -> dict[str, Any]:
+    data = json.loads((EXAMPLES / "groupnorm_silu.json").read_text())
+    data["inputs"]["x"] = {"dtype": dtype, "shape": ["n", channels, *image]}
+    for leaf in data["params"].values():
+        leaf |= {"dtype": dtype, "shape": [channels]}
+    data["nodes"][0]["attrs"]["num_groups"] = groups
+    data["dims"]["n"]["tune"] = [16]
+    return data
+
+
+def blueprint(channels: int, groups: int, image: list[int], dtype: str = "bfloat16") -> Blueprint:
+    return text.parse(json.dumps(document(channels, groups, image, dtype)))
+
+
+def bands(work: Work) -> list[KernelPlan]:
+    return [s.plan for s in work.kernels.by_key.values() if isinstance(s.plan.tile, BandTile)]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(band, "LONG", 1)
+    monkeypatch.setattr(band, "MANY", 1)
+
+
+SHAPES = {
+    "powers of two": (16, 4, [16, 16], "bfloat16"),
+    "unlike": (20, 4, [15, 18], "bfloat16"),
+    "float32": (12, 4, [13, 20], "float32"),
+    "one group": (6, 1, [16, 17], "float16"),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", SHAPES)
+def test_group_norm_reads_memory_once(name: str) -> None:
+    """Forward one kernel; backward one for the operand's gradient, which leaves what the others need."""
+    work = check(blueprint(*SHAPES[name]), {"n": 3}, "h100")
+    made = bands(work)
+    assert made and all(p.tile.warps in (4, 8, 16) for p in made)
+    steps = {low.phase.name: len(low.plan.steps) for low in work.lowerings}
+    assert steps["inference"] == steps["forward"] == 1 and steps["backward"] < 6
+    for plan in made:
+        tile = plan.tile
+        assert isinstance(tile, BandTile)
+        assert tile.inner and not tile.inner & set(plan.buffers)
+
+
+def test_cards_of_real_sizes() -> None:
+    """Few programs, or rows too long for registers: three kernels as before."""
+    data = document(320, 32, [64, 64])
+    assert bands(front(text.parse(json.dumps(data)), "h100"))
+    assert not bands(front(text.parse(json.dumps(data)), "cpu"))
+    data["dims"]["n"]["tune"] = [4]
+    assert not bands(front(text.parse(json.dumps(data)), "h100"))
+    for channels, image in ((320, [256, 256]), (320, [16, 16]), (4096, [64, 64])):
+        assert not bands(front(blueprint(channels, 32, image), "h100"))
+
+
+@pytest.mark.usefixtures("small")
+def test_equal_text_means_equal_parts() -> None:
+    one, two = (bands(front(blueprint(c, 4, [16, 16]), "h100"))[0] for c in (16, 24))
+    again = bands(front(blueprint(16, 4, [16, 16]), "h100"))[0]
+    assert one.digest == again.digest != two.digest
+
+
+CODE = """
+import json, sys
+from forge import band
+band.LONG = band.MANY = 1
+import esper_ir.text as text
+from tests.forge.interpreted import compare
+cases = json.loads(sys.argv[1])
+print(json.dumps([compare(text.parse(json.dumps(c)), {"n": 3}, "h100", "g") for c in cases]))
+"""
+
+
+@pytest.mark.slow
+def test_triton_says_the_same() -> None:
+    cases = [document(*SHAPES[name]) for name in ("powers of two", "unlike", "float32")]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for answer in json.loads(done.stdout):
+        assert answer["results"] and all(r["ok"] for r in answer["results"].values()), answer
+
+
+@pytest.mark.usefixtures("small")
+def test_statistics_far_from_zero() -> None:
+    """Rows that differ by much more than they vary inside keep the variance of each."""
+    work = front(blueprint(8, 2, [16, 16], "float32"), "h100")
+    x = torch.randn(2, 8, 16, 16) + 1000.0 * torch.arange(8.0).reshape(1, 8, 1, 1)
+    given = {"x": x, "w": torch.ones(8), "b": torch.zeros(8)}
+    found, wide, _ = compared(work, Machine(work), {"n": 2}, given)
+    torch.testing.assert_close(found["y"].double(), wide["y"], rtol=1e-4, atol=1e-4)
