@@ -7,7 +7,6 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_addmm_activation.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
@@ -101,6 +100,7 @@ struct Call {
     Flag flag = ANY;      // which of torch's switches changes its meaning
     bool tf32 = false;
     std::vector<View> inputs, outs;
+    bool pair = false;  // two calls of the plan in one
     std::shared_ptr<std::atomic<bool>> odd = std::make_shared<std::atomic<bool>>(false);  // not to be tried again
 };
 
@@ -139,44 +139,6 @@ inline Call mm(const Attrs& a) {
                 at::mm_out(out, in[0], in[1], out.scalar_type());
             else
                 at::mm_out(out, in[0].to(out.scalar_type()), in[1].to(out.scalar_type()));
-            return true;
-        },
-        a);
-}
-
-/* max(a b, 0) in the epilogue of the product, which adds a bias first: zeros that runtime/externs.py keeps. */
-struct Rectified {
-    std::mutex mutex;
-    Tensor zeros;
-
-    Tensor no_bias(const Tensor& out, int64_t count) {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            if (zeros.defined()) return zeros;
-        }
-        pybind11::gil_scoped_acquire gil;
-        auto like = pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(out));
-        auto made = pybind11::module_::import("runtime.externs").attr("_no_bias")(like, count);
-        Tensor found = THPVariable_Unpack(made.ptr());
-        // What is made while a graph is captured belongs to the graph.
-        if (!pybind11::module_::import("torch.cuda").attr("is_current_stream_capturing")().cast<bool>()) {
-            std::lock_guard<std::mutex> lock(mutex);
-            zeros = found;
-        }
-        return found;
-    }
-};
-
-inline Call mm_relu(const Attrs& a) {
-    return product(
-        [held = std::make_shared<Rectified>()](const Tensors& in, const Tensors& outs, Tensors&) {
-            Tensor out = outs[0];
-            if (out.is_cuda() && out.is_contiguous() && out.numel() && in[0].size(1)) {
-                at::_addmm_activation_out(out, held->no_bias(out, in[1].size(1)), in[0], in[1]);
-            } else {
-                at::mm_out(out, in[0], in[1]);
-                out.relu_();
-            }
             return true;
         },
         a);
@@ -247,6 +209,19 @@ inline Call convolution_gradient(const Attrs& a) {
         return true;
     };
     return {std::move(run), true, true, CONVOLUTION, a.text("precision") == "tf32", {}, {}};
+}
+
+/* Both, of (cotangent, weight, input), where a plan asks for one after the other. */
+inline Call convolution_gradients(const Attrs& a) {
+    Run run = [g = Geometry(a)](const Tensors& in, const Tensors&, Tensors& made) {
+        Tensor flow = turned(in[0], g.last, false), w = turned(in[1], g.last, false), x = turned(in[2], g.last, false);
+        auto both = at::convolution_backward(flow, x, w, std::nullopt, g.stride, g.padding, g.dilation, false, g.none,
+                                             g.groups, {true, true, false});
+        made.push_back(turned(std::get<0>(both), g.last, true));
+        made.push_back(turned(std::get<1>(both), g.last, true));
+        return true;
+    };
+    return {std::move(run), true, false, CONVOLUTION, a.text("precision") == "tf32", {}, {}};
 }
 
 /* -- attention: torch's kernel is chosen as torch does, once per plan; by formulas (MATH) in Python only */
@@ -512,7 +487,6 @@ inline const std::unordered_map<std::string, Known>& table() {
                                "data_format", "count_include_pad", "divisor_override"};
     static const std::unordered_map<std::string, Known> TABLE = {
         {"mm", {mm, one}},
-        {"mm_relu", {mm_relu, one}},
         {"addmm", {addmm, scaled}},
         {"bmm", {bmm, one}},
         {"baddbmm", {baddbmm, scaled}},
@@ -601,6 +575,25 @@ inline std::unique_ptr<Call> read_call(pybind11::handle described) {
                 .push_back({view[0].cast<int64_t>(), integers(view[1]), integers(view[2]), view[3].cast<bool>()});
         }
     return call;
+}
+
+/* The gradients of input and weight of one convolution, one after the other, in one call; null where they are not. */
+inline std::unique_ptr<Call> read_pair(pybind11::handle first, pybind11::handle second) {
+    if (!PyTuple_Check(first.ptr()) || !PyTuple_Check(second.ptr())) return nullptr;
+    auto one = first.cast<pybind11::tuple>(), two = second.cast<pybind11::tuple>();
+    auto name = one[0].cast<std::string>(), next = two[0].cast<std::string>();
+    if (!(name == "conv2d_input_grad" && next == "conv2d_weight_grad") &&
+        !(name == "conv3d_input_grad" && next == "conv3d_weight_grad"))
+        return nullptr;
+    auto flow = one[2].cast<pybind11::tuple>(), again = two[2].cast<pybind11::tuple>();
+    if (!one[1].equal(two[1]) || !flow[0].equal(again[0])) return nullptr;
+    auto data = read_call(first), weight = read_call(second);
+    if (!data || !weight) return nullptr;
+    auto both = std::make_unique<Call>(convolution_gradients(Attrs{one[1].cast<pybind11::dict>()}));
+    both->inputs = {data->inputs[0], data->inputs[1], weight->inputs[1]};
+    both->outs = {data->outs[0], weight->outs[0]};
+    both->pair = true;
+    return both;
 }
 
 /* Runs one call; results lie in their slots afterwards. `fresh` describes the slots from number `given` on, memory of

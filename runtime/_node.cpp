@@ -140,28 +140,39 @@ bool execute(const Plan& plan, std::vector<Tensor>& slots, Shared& shared) {
 
 /* -- from Python ---------------------------------------------------------------------------------------------- */
 
+/* Whether the call fits; what the library brings is not set aside before. */
+bool add_call(std::unique_ptr<Call> call, size_t given, Plan& plan) {
+    for (auto* side : {&call->inputs, &call->outs})
+        for (const View& v : *side)
+            if (v.slot < 0 || v.slot >= plan.slots) return false;
+    for (const View& v : call->outs)
+        if (v.slot >= (int64_t)given && v.whole && call->makes && !call->shaped)
+            plan.fresh[v.slot - given].late = true;
+    plan.calls = true;
+    plan.launches += (int64_t)(call->pair ? 2 : 1);
+    plan.parts.push_back({nullptr, std::move(call)});
+    return true;
+}
+
 /* False: there is a call in it that only Python can do. */
-bool read_parts(pybind11::handle parts, size_t given, Plan& plan) {
-    for (pybind11::handle item : pybind11::reinterpret_borrow<pybind11::sequence>(parts)) {
-        Part part;
+bool read_parts(pybind11::handle all, size_t given, Plan& plan) {
+    auto parts = all.cast<pybind11::tuple>();
+    for (size_t i = 0; i < parts.size(); i++) {
+        pybind11::handle item = parts[i];
         if (PyTuple_Check(item.ptr())) {
-            part.call = read_call(item);
-            if (!part.call) return false;
-            for (auto* side : {&part.call->inputs, &part.call->outs})
-                for (const View& v : *side)
-                    if (v.slot < 0 || v.slot >= plan.slots) return false;
-            for (const View& v : part.call->outs)
-                if (v.slot >= (int64_t)given && v.whole && part.call->makes && !part.call->shaped)
-                    plan.fresh[v.slot - given].late = true;
-            plan.calls = true;
-            plan.launches += 1;
-        } else {
-            part.run = (const segment*)PyCapsule_GetPointer(item.ptr(), SEGMENT);
-            if (!part.run) throw python_error();
-            if (part.run->nslots != plan.slots) return false;
-            plan.launches += part.run->nsteps;
+            auto call = i + 1 < parts.size() ? read_pair(item, parts[i + 1]) : nullptr;
+            if (call)
+                i++;
+            else
+                call = read_call(item);
+            if (!call || !add_call(std::move(call), given, plan)) return false;
+            continue;
         }
-        plan.parts.push_back(std::move(part));
+        auto run = (const segment*)PyCapsule_GetPointer(item.ptr(), SEGMENT);
+        if (!run) throw python_error();
+        if (run->nslots != plan.slots) return false;
+        plan.launches += run->nsteps;
+        plan.parts.push_back({run, nullptr});
     }
     return true;
 }
