@@ -59,6 +59,21 @@ def deny(findings: tuple[Diagnostic, ...], codes: tuple[str, ...]) -> None:
         )
 
 
+def refuse_larger(blueprint: Blueprint, graph: Graph, target: Target) -> None:
+    """E0548 where what must be in memory at once, the leaves and the results, is more than the target has at
+    the smallest sizes that the blueprint allows.
+    """
+    if not target.memory_bytes:
+        return
+    least = {n: d.min for n, d in blueprint.dims.items()}
+    total = sum(leaf.type.nbytes.value(least) for leaf in blueprint.leaves)
+    total += sum(graph.types[v].nbytes.value(least) for v in dict.fromkeys(graph.outputs))
+    if total > target.memory_bytes:
+        what = f"{total / 1e9:.0f} GB of tensors at the smallest sizes"
+        hint = "split the block, or name a target with more memory"
+        raise EsperError("E0548", f"{what}, {target.name} has {target.memory_bytes / 1e9:.0f} GB", hint=hint)
+
+
 def _warning(code: str, message: str, node: str | None, hint: str) -> Diagnostic:
     return Diagnostic(code, message, node=node, level="warning", hint=hint)
 

@@ -19,6 +19,8 @@ from esper_ir.diagnostics import EsperError
 from forge.ptx import join
 from forge.sass import bad_carries
 
+TOOL_HINT = "install triton again: the tool is a part of its wheel"
+
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """`stage` "compile": {"code": {entry: PTX text or base64 of an hsaco}, "kernels": {entry: facts},
@@ -108,17 +110,30 @@ def _run_ptxas(ptxas: Path, ptx: str, request: dict[str, Any], folder: Path) -> 
     (folder / "module.ptx").write_text(ptx)
     flags = ["-v", f"--gpu-name={request['proc']}", *request["ptxas_flags"]]
     command = [str(ptxas), *flags, "module.ptx", "-o", "module.cubin"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise EsperError("E0544", f"ptxas failed: {done.stderr.strip()[-400:]}", node=request["proc"])
-    version = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True).stdout
+    done = _tool_run(command, folder)
+    version = _tool_run([str(ptxas), "--version"], folder).stdout
+    if not (folder / "module.cubin").is_file():
+        raise EsperError("E0544", f"{ptxas.name} wrote no code", node=request["proc"], hint=TOOL_HINT)
     named = re.search(r"V(\d+\.\d+\.\d+)", version)
     return (folder / "module.cubin").read_bytes(), done.stderr, named.group(1) if named else "unknown"
 
 
+def _tool_run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A tool of the wheel to its end; E0544 says how it failed."""
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    except OSError as error:
+        raise EsperError("E0544", f"{name} cannot be run: {error}", node=name, hint=TOOL_HINT) from error
+    if done.returncode != 0:
+        ended = f"ended by signal {-done.returncode}. " if done.returncode < 0 else ""
+        text = f"{name} failed: {ended}{done.stderr.strip()[-400:]}"
+        raise EsperError("E0544", text, node=name, hint=TOOL_HINT)
+    return done
+
+
 def _disassemble(folder: Path) -> str:
-    command = [str(_tool("nvdisasm")), "-c", "module.cubin"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    return _tool_run([str(_tool("nvdisasm")), "-c", "module.cubin"], folder).stdout
 
 
 def _tool(name: str) -> Path:

@@ -125,11 +125,10 @@ def compile_(
             "budget_s": _seconds(budget),
         }
         for path in _files(paths):
-            made = _compile_one(path, options, as_json)
-            if isinstance(made, EsperError):
-                failed.append(made)
-                click.echo(f"{path}: {made}", err=True)
-                continue
+            made, refused = _compile_one(path, options, as_json)
+            failed += refused
+            for error in refused:
+                click.echo(f"{path}: {error}", err=True)
             rows += [{"path": str(path), **row(r)} for r in made]
             for r in made:
                 click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s", err=as_json)
@@ -200,17 +199,17 @@ def _tuned(found: dict[str, Any]) -> str:
     return f"{made['artifact_id']}  {made['seconds']['total']:.1f} s"
 
 
-def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> Any:
-    """What one file gave, or the refusal: other files are still compiled."""
+def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> tuple[list[Any], list[EsperError]]:
+    """What one file gave, and refusals: what else was asked for is still compiled."""
     from forge.service import compile_blueprint
 
+    refused: list[EsperError] = []
     try:
         with _progress(as_json) as tell:
-            return compile_blueprint(
-                _blueprint(path), progress=lambda step: tell(f"{path}: {step}"), **options
-            )
+            told = {"progress": lambda step: tell(f"{path}: {step}"), "failed": refused}
+            return compile_blueprint(_blueprint(path), **told, **options), refused
     except EsperError as error:
-        return error
+        return [], [*refused, error]
 
 
 def _journal(path: Path) -> Any:

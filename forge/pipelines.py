@@ -12,7 +12,7 @@ from esper_ir.expand import expand
 from esper_ir.grad import joint
 from esper_ir.graph import Graph
 from esper_ir.verify import typed, verify
-from forge.analysis import analyse, deny
+from forge.analysis import analyse, deny, refuse_larger
 from forge.lower import Kernels, PhaseLowering, buckets, lower_phase, same_work
 from forge.package import interface_of, package
 from forge.passes.clean import eliminate_dead, merge_equal
@@ -56,6 +56,7 @@ def check(work: Work) -> Work:
             raise EsperError(
                 "E0537", f"{work.target.name} has no {kind.dtype.value}", node=name, hint=f"one of: {known}"
             )
+    refuse_larger(work.blueprint, graph, work.target)
     findings = (*verify(work.blueprint), *analyse(work.blueprint, graph, work.target))
     deny(findings, work.denied)
     graph = heads_inside(pools_called(graph) if work.target.kind == "cpu" else graph)

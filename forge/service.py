@@ -64,8 +64,10 @@ def compile_blueprint(
     incumbents: object = None,
     deny: Sequence[str] = (),
     budget_s: float | None = None,
+    failed: list[EsperError] | None = None,
 ) -> list[CompileResult]:
-    """Every pipeline x target x objective; nothing is written for one that fails, the others stand.
+    """Every pipeline x target x objective; nothing is written for one that fails, the others stand. With
+    `failed` refusals are put there and the rest is compiled; without it the first one is raised.
 
     `replay` is a tuning journal (parsed JSON): its choices are made again and nothing is measured.
     `incumbents` is one too: a pipeline that measures starts from its tiles. `deny` are codes of warnings that
@@ -86,8 +88,13 @@ def compile_blueprint(
             tuning = replace(_tuning(name, budget_s, library, told), replayed=replay is not None)
             given = {"denied": tuple(deny), "kernels": kernels, "tuning": tuning}
             work = Work(blueprint, target, pipeline(name).name, aim, **given)
-            work = run(pipeline(name), work, progress=told)
-            out.append(_store(work, library, time.perf_counter() - started))
+            try:
+                work = run(pipeline(name), work, progress=told)
+                out.append(_store(work, library, time.perf_counter() - started))
+            except EsperError as error:
+                if failed is None:
+                    raise
+                failed.append(error)
     return out
 
 
@@ -161,8 +168,16 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
 
 
 def _untimed(work: Work) -> tuple[str, ...]:
-    why = work.trials.get("untimed")
-    return (f"untimed: {why}; `esper-forge tune` measures it where it is",) if why else ()
+    """What the measuring could not do."""
+    out = []
+    if why := work.trials.get("untimed"):
+        out.append(f"untimed: {why}; `esper-forge tune` measures it where it is")
+    if short := work.trials.get("short"):
+        few = f"E0549: the budget was used up before other tiles of {len(short)} groups were tried"
+        out.append(f"{few}; `esper-forge tune` goes on with a larger --budget")
+    if unkept := work.trials.get("unkept"):
+        out.append(f"measurements were not kept: {unkept}")
+    return tuple(out)
 
 
 def _plans(work: Work) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from esper_ir.diagnostics import EsperError
 from forge.ctoolchain import compile_c, compiler_version, find_compiler
@@ -139,33 +141,40 @@ def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One set of kernels as a module of its own, or why it could not be built."""
+    """One set of kernels as a module of its own, or why it could not be built. `lasting`: what failed would
+    fail again; not so where its worker died.
+    """
 
     kernels: tuple[Kernel, ...] = ()
     kind: str = ""
     code: bytes = b""
     failed: str = ""
+    lasting: bool = True
 
 
 def build_candidates(sets: Sequence[tuple[KernelSource, ...]], target: Target) -> list[Candidate]:
-    """Every set by itself, dealt to as many workers as there are cores. One that dies fails its share."""
+    """Every set by itself, dealt to as many workers as there are cores. The share of a worker that dies is
+    halved until what kills it stands alone.
+    """
     if target.kind == "cpu":
         with ThreadPoolExecutor(_cores()) as pool:
             return list(pool.map(lambda s: _c_candidate(s, target), sets))
     asked = {**request((), target), "stage": "candidates"}
     count = max(min(_cores(), -(-len(sets) // KERNELS_PER_WORKER)), 1)
 
-    def share(at: int) -> list[Candidate]:
-        mine = sets[at::count]
+    def share(mine: Sequence[tuple[KernelSource, ...]], workers: Workers) -> list[Candidate]:
         texts = [[_kernel_request(s, target) for s in each] for each in mine]
         try:
-            made = run_worker("forge.build_worker", {**asked, "sets": texts}, BUILD_LIMITS)["sets"]
+            request = {**asked, "sets": texts}
+            made = run_worker("forge.build_worker", request, BUILD_LIMITS, on_start=workers.started)["sets"]
         except EsperError as error:
-            return [Candidate(failed=str(error)[:300])] * len(mine)
+            half = len(mine) // 2
+            if not half or workers.stopped:
+                return [Candidate(failed=str(error)[:300], lasting=False)] * len(mine)
+            return share(mine[:half], workers) + share(mine[half:], workers)
         return [_cuda_candidate(each, row) for each, row in zip(mine, made, strict=True)]
 
-    with ThreadPoolExecutor(count) as pool:
-        shares = list(pool.map(share, range(count)))
+    shares = in_parallel(share, [sets[at::count] for at in range(count)])
     return [shares[at % count][at // count] for at in range(len(sets))]
 
 
@@ -194,8 +203,49 @@ def _compile_parallel(asked: dict[str, Any]) -> list[dict[str, Any]]:
     kernels = asked["kernels"]
     count = max(min(_cores(), -(-len(kernels) // KERNELS_PER_WORKER)), 1)
     shares = [{**asked, "stage": "compile", "kernels": kernels[i::count]} for i in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda share: run_worker("forge.build_worker", share, BUILD_LIMITS), shares))
+    return in_parallel(
+        lambda share, workers: run_worker(
+            "forge.build_worker", share, BUILD_LIMITS, on_start=workers.started
+        ),
+        shares,
+    )
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass
+class Workers:
+    """Workers of one call, to be ended with it."""
+
+    pids: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    def started(self, pid: int) -> None:
+        self.pids.append(pid)
+        if self.stopped:
+            self.stop()
+
+    def stop(self) -> None:
+        """They end, and whoever is started later; each leads a session of its own."""
+        self.stopped = True
+        for pid in self.pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def in_parallel(work: Callable[[T, Workers], R], shares: Sequence[T]) -> list[R]:
+    """Each share in a thread that waits for a worker. An interrupt ends the workers instead of waiting."""
+    workers = Workers()
+    with ThreadPoolExecutor(max(len(shares), 1)) as pool:
+        try:
+            made = [pool.submit(work, share, workers) for share in shares]
+            wait(made, return_when=FIRST_EXCEPTION)
+            return [future.result() for future in made if future.done()]
+        except BaseException:
+            workers.stop()
+            raise
 
 
 def _checked(source: KernelSource, declared: dict[str, tuple[Param, ...]]) -> tuple[Param, ...]:

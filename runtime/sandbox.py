@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def ask(
     chosen = limits or Limits()
     if chosen.level not in LEVELS:
         raise fail("E0833", f"unknown sandbox level {chosen.level!r}", hint=f"one of {', '.join(LEVELS)}")
-    with tempfile.TemporaryDirectory(prefix="esper-work-", ignore_cleanup_errors=True) as folder:
+    with _folder(module) as folder:
         given = {"workdir": folder, **request} if isinstance(request, dict) else request
         job = {
             "module": module,
@@ -104,6 +105,19 @@ def ask(
         started = time.perf_counter()
         text = _communicate(job, chosen, Path(folder), on_start)
         return _answer(text, module, chosen, time.perf_counter() - started)
+
+
+@contextmanager
+def _folder(module: str) -> Iterator[str]:
+    """A worker's own folder; E0830 where there is no room for one."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="esper-work-", ignore_cleanup_errors=True)
+    except OSError as error:
+        hint = f"free space below {tempfile.gettempdir()}, or name another place in TMPDIR"
+        text = f"the worker {module} has no folder: {os.strerror(error.errno or 0)}"
+        raise fail("E0830", text, node=module, hint=hint) from error
+    with made as folder:
+        yield folder
 
 
 def environment(folder: Path, limits: Limits) -> dict[str, str]:

@@ -43,6 +43,10 @@ class Built:
         return {"name": name, "plan": self.plan, "kernels": self.kernels, "code": code}
 
 
+class Passing(str):
+    """Why there is no code this time: its worker died, which says nothing of the tile."""
+
+
 class Subject(Protocol):
     """What tiles are tried for: a group (forge.lower.Site), or the groups of a product (WaySite)."""
 
@@ -71,7 +75,7 @@ def build(
 
 def _built(site: Subject, key: str, tile: Tile, plan: Plan, code: Candidate) -> Built | str:
     if code.failed:
-        return code.failed
+        return code.failed if code.lasting else Passing(code.failed)
     return Built(key, tile, dict(site.sizes), site.values, to_json(plan), to_json(code.kernels), code.code)
 
 
@@ -127,6 +131,8 @@ class Timer:
     """What the other tiles of a key are compared with."""
     absent: str = ""
     """Why the device counts no energy, once it was asked."""
+    unkept: str = ""
+    """Why measurements are no longer kept in the store, where its disk is full or gone."""
 
     def time(self, rows: Sequence[tuple[Hunt, Built]], rounds: int, energy: bool = False) -> None:
         """In one worker; a crash or an endless launch is found by halving. With `energy` joules too."""
@@ -160,5 +166,9 @@ class Timer:
 
     def keep(self, hunt: Hunt, trial: Trial) -> None:
         hunt.keep(trial)
-        if self.store is not None:
+        if self.store is None or self.unkept:
+            return
+        try:
             self.store.put_measurement(hunt.key, self.arch, self.toolchain, trial.row())
+        except EsperError as error:
+            self.unkept = str(error)  # what was found is still worth having

@@ -30,6 +30,7 @@ from forge.tune.store import Store
 from forge.tune.tiles import tile_of, tile_row
 from forge.tune.trials import Hunt, Trial, gain, report, trial_of
 from library.canon import JsonLimits, parse_json
+from library.paths import os_error
 
 SCHEMA, TIMES = "esper-candidates/1", "esper-tuning/1"
 MOST_BYTES = 512 << 20
@@ -169,11 +170,17 @@ def take(document: Mapping[str, Any], store: Store) -> int:
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:
-    """As one gzipped file, the same bytes for the same candidates."""
+    """As one gzipped file, the same bytes for the same candidates. E0702, E0703, E0710; nothing half-written
+    stays.
+    """
     data = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(gzip.compress(data, compresslevel=6, mtime=0))
-    partial.replace(path)
+    try:
+        partial.write_bytes(gzip.compress(data, compresslevel=6, mtime=0))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise os_error(error, "write", path) from error
 
 
 def read(path: Path, schema: str) -> dict[str, Any]:

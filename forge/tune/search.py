@@ -22,7 +22,7 @@ from forge.lower import Kernels
 from forge.plan import Tile
 from forge.target import Target
 from forge.tune import candidates, space
-from forge.tune.candidates import Built, Subject, Timer
+from forge.tune.candidates import Built, Passing, Subject, Timer
 from forge.tune.products import way_hunts, way_sites
 from forge.tune.rank import ranked
 from forge.tune.store import Store
@@ -95,7 +95,10 @@ def search(
             _hunt(hunts, _Bench(sites, kernels.choices.given, target, timer), effort, progress)
         except KeyboardInterrupt:
             progress("tune: interrupted; the best so far is kept")
-    return Found(winners(hunts, effort.aim), report(hunts, target.arch, toolchain, effort.aim, timer.absent))
+    made = report(hunts, target.arch, toolchain, effort.aim, timer.absent)
+    told = {"unkept": timer.unkept} if timer.unkept else {}
+    short = [h.group for h in hunts if h.share > 1 and len(h.trials) <= 1]
+    return Found(winners(hunts, effort.aim), {**made, **told, **({"short": short} if short else {})})
 
 
 def _hunt(
@@ -109,6 +112,8 @@ def _hunt(
         if not batch:
             break
         done = sum(len(h.trials) for h in hunts)
+        if bench.timer.unkept:
+            progress(f"tune: measurements are not kept: {bench.timer.unkept}")
         progress(f"tune: {done} of {sum(h.share for h in hunts)} tiles, {gain(hunts):.2f}x so far")
         bench.measure(batch, ROUNDS)
     if effort.aim != "power":
@@ -166,9 +171,16 @@ class _Bench:
         """Every one of these tiles has a trial afterwards."""
         made = candidates.build([(self.sites[h.key], h.key, t) for h, t in asked], self.given, self.target)
         rows: list[tuple[Hunt, Built]] = []
+        failed: list[tuple[Hunt, Trial, bool]] = []
         for (hunt, tile), found in zip(asked, made, strict=True):
             if isinstance(found, str):
-                self.timer.keep(hunt, Trial(tile, wrong=found))
+                failed.append((hunt, Trial(tile, wrong=found), not isinstance(found, Passing)))
             else:
                 rows.append((hunt, found))
         self.timer.time(rows, rounds, energy)
+        for hunt, trial, lasting in failed:
+            # A failure is a measurement only where the tool works: it built the prior.
+            if lasting and hunt.key in self.timer.priors:
+                self.timer.keep(hunt, trial)
+            else:
+                hunt.keep(trial)
