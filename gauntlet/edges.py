@@ -15,7 +15,7 @@ as drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,8 @@ from esper_ir import oracle, reference
 from esper_ir.graph import Node
 from esper_ir.opdef import Pointwise
 from esper_ir.registry import lookup
-from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
-from gauntlet import meaning
+from esper_ir.scalar import Arg, Expr, Prim, walk
+from gauntlet import bodies, meaning
 from gauntlet.subject import Subject
 
 DRAW = "edge "
@@ -39,11 +39,7 @@ ENOUGH = 0.2
 """Share of the chosen arguments that have to be reached."""
 BINARY = ("maximum", "minimum", "lt", "le", "gt", "ge", "eq", "ne")
 UNARY = ("abs", "sign")
-PLAIN: Mapping[str, Callable[..., Tensor]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg,
-    "abs": torch.abs, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt,
-    "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-}  # fmt: skip
+PLAIN = ("add", "sub", "mul", "div", "neg", "abs", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid")
 """What an argument of an edge may be computed with inside one operator."""
 
 
@@ -92,19 +88,9 @@ def _of_node(subject: Subject, node: Node) -> Iterator[Edge]:
             yield Edge(node, distance)
 
 
-def _value(expr: Expr, operands: list[Any]) -> Any:
-    if isinstance(expr, Arg):
-        return operands[expr.index]
-    if isinstance(expr, Cast):
-        return _value(expr.arg, operands)
-    if isinstance(expr, Const):
-        return expr.value
-    return PLAIN[expr.name](*(torch.as_tensor(_value(a, operands)) for a in expr.args))
-
-
 def _distance(edge: Edge, known: Mapping[str, Any]) -> Tensor:
     operands = [known[r] if isinstance(r, str) else r for r in edge.node.inputs]
-    return _value(edge.distance, operands).double()
+    return bodies.value(edge.distance, operands).double()
 
 
 def moved(subject: Subject, draw: str, values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

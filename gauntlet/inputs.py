@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from math import prod
+from math import log2, prod
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
-from gauntlet import edges
+from gauntlet import edges, ranges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -22,14 +22,14 @@ from gauntlet.subject import Subject
 COTANGENT = "cotangent:"
 LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
-OWN_DRAWS = ("unit", "negative", "zeros", "gaps", "spikes", "tiny", "integers", "uneven")
-"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; all zero; rows that begin or end with zeros,
-or have some in a row inside; a few values that overflow a bare exp; magnitudes near the smallest that round
-to nothing when squared; whole numbers; rows of different mean and size, so that a statistic of another row
-shows."""
+OWN_DRAWS = ("unit", "negative", "sunk", "zeros", "gaps", "spikes", "tiny", "integers", "uneven")
+"""Beside the battery of `esper_ir.oracle`: [0, 1); all negative; the mirror of shifted; all zero; rows that
+begin or end with zeros, or have some in a row inside; a few values that overflow a bare exp; magnitudes near
+the smallest that round to nothing when squared; whole numbers; rows of different mean and size, so that a
+statistic of another row shows."""
 KEPT, TILE = 24, 1 << 20
 """Drawn weights kept at a time; elements of a weight that are drawn."""
-SMOOTH = ("normal", "x10", "x0.1", "shifted", "uneven")
+SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
 
 
 def tensor_of(raw: Raw, device: torch.device) -> Tensor:
@@ -92,6 +92,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
     if leaf.kind == "constant":
         return constant_value(leaf).to(subject.device)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
+    recipe = replace(recipe, draw=ranges.of_leaf(recipe.draw, leaf.name))
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed)
     if fixed and key in subject.kept:
@@ -110,10 +111,10 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
 
 
 def parameter_scale(kind: TensorType) -> float:
-    """Matrices are drawn with variance 1 over their rows, as initialisers do, so that sums of products stay
-    near 1."""
+    """Matrices are drawn with a variance near 1 over their rows, as initialisers do, so that sums of products
+    stay near 1: by a power of two, so that whole numbers stay exact, and so do sums of their products."""
     rows = kind.shape[0].static if kind.rank >= 2 else None
-    return 1.0 / (rows**0.5) if rows else 1.0
+    return 2.0 ** -round(log2(rows) / 2) if rows else 1.0
 
 
 def _tiled(
@@ -133,6 +134,9 @@ def _tiled(
 def _draw(
     name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator, below: Dim | None
 ) -> Tensor:
+    if name in ranges.OWN and kind.dtype.is_floating:
+        shape = tuple(d.value(recipe.dims) for d in kind.shape)
+        return ranges.drawn(name, shape, kind.dtype, generator)
     if name not in OWN_DRAWS:
         return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator, below)
     drawn = oracle.draw("normal", kind, recipe.dims, generator, below)
@@ -143,6 +147,8 @@ def _draw(
         wide = wide.frac().abs()
     elif name == "negative":
         wide = -wide.abs()
+    elif name == "sunk":
+        wide = wide - 5
     elif name == "zeros":
         wide = torch.zeros_like(wide)
     elif name == "gaps":
@@ -213,6 +219,8 @@ def _cotangent(
         return torch.randn((*shape[:-1], 1), generator=generator).to(device, dtype).expand(shape)
     if stored is not None:
         dense = stored.clone()
+    elif recipe.cotangent in ranges.COTANGENTS:
+        return ranges.drawn(recipe.cotangent, shape, kind.dtype, generator).to(device)
     elif recipe.cotangent == "zeros":
         dense = torch.zeros(shape, dtype=dtype)
     else:

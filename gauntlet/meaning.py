@@ -18,10 +18,13 @@ from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Creation, Lookup, Movement, Pointwise, Reduction
 from esper_ir.reference import Precision
 from esper_ir.registry import lookup
+from esper_ir.types import DType
+from gauntlet import bodies
 from gauntlet.subject import Subject
 
 ALIGNED = 512
 """Bytes: where torch's allocator on a card begins every tensor."""
+SHORT = 64
 
 
 def outputs(
@@ -81,46 +84,111 @@ def rounded(
     subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None] | None, turn: int
 ) -> dict[str, Tensor]:
     """Results in float64 with one random rounding of the compute type in every input and after every
-    primitive that rounds (sqrt(K) of it where K terms are added): one draw of what another correct order of
-    operations may give (Monte Carlo arithmetic: Parker, 1997). By output, or by "d(x)" where cotangents are
-    given.
+    primitive that rounds (sqrt(K) of it where K terms are added), and of the declared type where that is
+    shorter: one draw of what another correct order of operations may give (Monte Carlo arithmetic: Parker,
+    1997). By output, or by "d(x)" where cotangents are given.
     """
-    graph = subject.flat if cotangents is None else subject.joint.graph
-    given = dict(values)
-    if cotangents is not None:
-        for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
-            if name in subject.joint.cotangents:
-                shape = [d.value(subject.bound(values)) for d in kind[2].shape]
-                zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
-                given[subject.joint.cotangents[name]] = zeros if flow is None else flow
-    found = shaken(subject, graph, given, turn)
     if cotangents is None:
+        graph = subject.flat
+        found = shaken(subject, graph, values, turn, declared=True)
         return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
-    held = subject.joint.gradients
+    given = _flowing(subject, values, cotangents)
+    return _gradients(subject, values, shaken(subject, subject.joint.graph, given, turn, declared=True))
+
+
+def by_rules(
+    subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """Gradients in float64 by the blueprint's own rules (`esper_ir.grad`) and the bodies of its operators in
+    the place of torch's autograd: "d(x)" to tensor."""
+    given = _flowing(subject, values, cotangents)
+    return _gradients(subject, values, _by_bodies(subject.joint.graph, given))
+
+
+def by_bodies(subject: Subject, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Results in float64, pointwise operators by their bodies: output to tensor."""
+    graph = subject.flat
+    found = _by_bodies(graph, values)
+    return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
+
+
+def _by_bodies(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    known = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
+
+    def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        operands = [known[r] if isinstance(r, str) else r for r in node.inputs]
+        out = tuple(bodies.result(node, operands, plain) for plain in made)
+        known.update(zip(node.outputs, out, strict=True))
+        return out
+
+    with torch.no_grad():
+        return reference.evaluate_all(graph, dict(known), precision="float64", after=after)
+
+
+def _flowing(
+    subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    """Leaves and cotangents by their names in the joint graph."""
+    given = dict(values)
+    for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
+        if name in subject.joint.cotangents:
+            shape = [d.value(subject.bound(values)) for d in kind[2].shape]
+            zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
+            given[subject.joint.cotangents[name]] = zeros if flow is None else flow
+    return given
+
+
+def _gradients(
+    subject: Subject, values: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     return {
         f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) if at is None else found[at]
-        for n, at in held.items()
+        for n, at in subject.joint.gradients.items()
     }
 
 
-def shaken(subject: Subject, graph: Graph, given: Mapping[str, Tensor], turn: int) -> dict[str, Tensor]:
-    """Every value of the graph in float64, with random roundings as `rounded` says."""
+def shaken(
+    subject: Subject, graph: Graph, given: Mapping[str, Tensor], turn: int, *, declared: bool = False
+) -> dict[str, Tensor]:
+    """Every value of the graph in float64, with random roundings as `rounded` says; of the compute type
+    alone unless `declared`."""
     generator = torch.Generator().manual_seed(1009 * turn + 1)
 
-    def moved(value: Tensor, count: int) -> Tensor:
+    def moved(value: Tensor, count: int, least: float = 0.0) -> Tensor:
+        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
+        return value * (1 + max(subject.roundoff * math.sqrt(count), least) * noise)
+
+    def kept(value: Tensor, count: int, kind: DType | None) -> Tensor:
+        """Where the compute type holds a value as it is, nothing is rounded to it; nor to a shorter one."""
         if not value.is_floating_point():
             return value
-        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
-        return value.double() * (1 + subject.roundoff * math.sqrt(count) * noise)
+        value, narrow = value.double(), getattr(torch, kind.value) if kind in oracle.BOUNDS else None
+        least = oracle.BOUNDS[kind].roundoff if kind in oracle.BOUNDS else 0.0
+        held = value == value.to(computed).to(narrow or computed)
+        return torch.where(held, value, moved(value, count, least))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
         if not _rounds(node):
             return made
-        return tuple(moved(t, oracle.terms(graph, node, sizes)) for t in made)
+        types = [graph.types[name].dtype if declared else None for name in node.outputs]
+        count = oracle.terms(graph, node, sizes)
+        return tuple(kept(t, count, kind) for t, kind in zip(made, types, strict=True))
+
+    computed = torch.float64 if subject.roundoff == oracle.BOUNDS[DType.float64].roundoff else torch.float32
 
     with torch.no_grad():
-        shifted = {name: moved(value, 1) for name, value in given.items()}
+        shifted = {n: v if _exact(v) else moved(v.double(), 1) for n, v in given.items()}
         return reference.evaluate_all(graph, shifted, precision="float64", after=after)
+
+
+def _exact(value: Tensor) -> bool:
+    """Whether products and sums of these numbers are exact in any order: multiples of a `SHORT`-th of the
+    largest one's power of two (ties, whole numbers, zeros), or no floating numbers."""
+    if not value.is_floating_point():
+        return True
+    finite = torch.nan_to_num(value.double(), nan=0.0, posinf=0.0, neginf=0.0)
+    top = float(finite.abs().max()) if finite.numel() else 0.0
+    return not top or bool((finite * (SHORT / 2.0 ** math.floor(math.log2(top)))).frac().eq(0).all())
 
 
 def _rounds(node: Node) -> bool:

@@ -301,4 +301,7 @@ class _Host:
             named = dict(zip(subject.blueprint.outputs, outputs, strict=True))
             return {**named, **{f"d({name})": grad for name, grad in grads.items()}}
 
-        return accuracy.Others(nearby, flat)
+        def rules() -> dict[str, Tensor]:
+            return {**meaning.by_bodies(subject, values), **meaning.by_rules(subject, values, cotangents)}
+
+        return accuracy.Others(nearby, (flat, rules))

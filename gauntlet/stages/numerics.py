@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, edges, inputs, meaning
+from gauntlet import accuracy, edges, inputs, meaning, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -22,7 +22,7 @@ RANGE_REFUSALS = ("E0813", "E0810")
 OUTSIDE = "outside"
 RESTS = 16
 """Sizes in a row that every plan and variant is tried with: every rest of a division by up to so many."""
-TELLING = ("ties", "zeros", "gaps", "special", "shifted")
+TELLING = ("ties", "zeros", "gaps", "special", "shifted", "sunk")
 """Draws that are tried with every plan and variant, also in a hurry."""
 
 
@@ -34,8 +34,12 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for draw in edges.names(subject):
         yield replace(base, draw=draw, dims=edges.dims(subject))
+    for draw in ranges.names(subject):
+        yield replace(base, draw=draw)
     for dims in subject.regions[1:]:
         for draw in TELLING if context.quick else inputs.draws(subject, quick=True):
+            yield replace(base, dims=dims, draw=draw)
+        for draw in ranges.names(subject) if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)
@@ -137,7 +141,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         found = meaning.outputs(subject, values, "float64", flat=True)
         return named(dict(zip(subject.blueprint.outputs, found, strict=True)))
 
-    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, values, None, turn)), flat)
+    forms = (flat, lambda: named(meaning.by_bodies(subject, values)))
+    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, values, None, turn)), forms)
     return accuracy.all_of(subject, recipe, rows, others)
 
 

@@ -12,8 +12,9 @@ from tests.faults.corpus import Block
 C_ARGUMENT = re.compile(r"(\w+) \*const (b\d+_\w+) = \*\(\w+ \*const \*\)args\[(\d+)\];")
 C_STORE = re.compile(r"(?P<b>b\d+_\w+)\[(?P<i>[^\]]+)\] = (?P<v>[^;]+);")
 C_LOAD = re.compile(r"const float (?P<t>t\d+) = (?P<v>(?:from_\w+\()?(?P<b>b\d+_\w+)\[(?P<i>[^\]]+)\]\)?);")
-C_REST = re.compile(r"for \(int64_t j = j0_\d+; j < cols; j\+\+\) \{.*?\n            \}", re.DOTALL)
-"""What is left of a row after whole vectors: nothing, where the length is a multiple of them."""
+C_REST = re.compile(r"for \(int64_t j = (?P<at>j\d+_\d+); j < cols; j\+\+\) \{.*?\n            \}", re.DOTALL)
+"""What is left of a row after whole vectors."""
+C_COLUMNS = re.compile(r"\bcols = INT64_C\((\d+)\)")
 T_STORE = re.compile(r"tl\.store\(p_(?P<n>\d+) \+ (?P<i>[^,\n]+), \((?P<v>v\d+)\)\.to\(tl\.(?P<d>\w+)\)")
 T_LOAD = re.compile(
     r"(?P<t>(?:raw_|next_raw_)?v\d+) = "
@@ -85,7 +86,7 @@ def sites(block: Block, kernel: str) -> Iterator[Site]:
 
 def _in_c(block: Block, kernel: str, text: str, roles: list[frozenset[str]]) -> Iterator[Site]:
     known = {m[2]: (int(m[3]), BITS.get(m[1], "")) for m in C_ARGUMENT.finditer(text)}
-    dead = [(m.start(), m.end()) for m in C_REST.finditer(text)]
+    dead = [(m.start(), m.end()) for m in C_REST.finditer(text) if _empty(text, m["at"])]
     for what, pattern in (("load", C_LOAD), ("store", C_STORE)):
         for m in pattern.finditer(text):
             at, dtype = known.get(m["b"], (-1, ""))
@@ -97,6 +98,12 @@ def _in_c(block: Block, kernel: str, text: str, roles: list[frozenset[str]]) -> 
             elif dtype == "float32" or m["v"].startswith("high_half("):
                 value = m["v"].removeprefix("high_half(").removesuffix(")") if dtype != "float32" else m["v"]
                 yield found(value, m.start("v"), m.end("v"), value)
+
+
+def _empty(text: str, at: str) -> bool:
+    """Whether nothing is left of any row: its length is a multiple of the vectors."""
+    columns, step = C_COLUMNS.search(text), re.search(rf"; {at} \+= (\d+)\)", text)
+    return columns is not None and step is not None and int(columns[1]) % int(step[1]) == 0
 
 
 def _in_triton(block: Block, kernel: str, text: str, roles: list[frozenset[str]]) -> Iterator[Site]:

@@ -37,7 +37,7 @@ def _gradient(subject: Subject, recipe: Recipe, change: Any) -> Any:
     eager = meaning.gradients(subject, values, flowing, ("x",), "declared")["x"]
     others = accuracy.Others(
         lambda turn: meaning.rounded(subject, values, flowing, turn),
-        lambda: {"d(x)": meaning.gradients(subject, values, flowing, ("x",), "float64", flat=True)["x"]},
+        [lambda: {"d(x)": meaning.gradients(subject, values, flowing, ("x",), "float64", flat=True)["x"]}],
     )
     return accuracy.all_of(subject, recipe, [("d(x)", got, exact, eager)], others)
 
@@ -69,7 +69,7 @@ def test_an_infinite_weight_of_a_group_norm() -> None:
     torchs, flat = (next(iter(results.values())) for results in found)
     assert bool(torchs[:, 13].isnan().any()) and bool(flat[:, 13].isinf().all())
     row = ("y", flat.float(), torchs, torchs.float())
-    others = accuracy.Others(lambda turn: {"y": flat}, lambda: {"y": flat})
-    assert torch.equal(accuracy._by_primitives(row, others)[2][:, 13], flat[:, 13])
+    others = accuracy.Others(lambda turn: {"y": flat}, [lambda: {"y": flat}])
+    assert torch.equal(accuracy._by_other_forms(row, others)[2][:, 13], flat[:, 13])
     wrong = ("y", torch.where(flat.isinf(), 1.0, flat).float(), torchs, torchs.float())
-    assert not torch.equal(accuracy._by_primitives(wrong, others)[2][:, 13], flat[:, 13])
+    assert not torch.equal(accuracy._by_other_forms(wrong, others)[2][:, 13], flat[:, 13])

@@ -1,0 +1,51 @@
+"""Bodies of pointwise operators, computed with torch in float64: another form of the same meaning.
+
+torch's own function may lose in float64 what a body keeps: (1 + tanh u) / 2 is nothing for u = -20, where the
+logistic function of 2u is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_ir.graph import Node
+from esper_ir.opdef import Pointwise
+from esper_ir.registry import lookup
+from esper_ir.scalar import INTEGRAL, PRIMITIVES, Arg, Cast, Const, Expr, Prim, walk
+
+SPELLED = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
+TORCH: Mapping[str, Callable[..., Tensor]] = {
+    name: getattr(torch, SPELLED.get(name, name)) for name in PRIMITIVES if name not in INTEGRAL
+}
+
+
+def value(expr: Expr, operands: Sequence[Any]) -> Any:
+    """Of an expression over tensors and numbers; casts to short types are left out."""
+    if isinstance(expr, Arg):
+        return operands[expr.index]
+    if isinstance(expr, Cast):
+        return value(expr.arg, operands)
+    if isinstance(expr, Const):
+        return expr.value
+    return TORCH[expr.name](*(torch.as_tensor(value(a, operands)) for a in expr.args))
+
+
+def result(node: Node, operands: Sequence[Any], plain: Tensor) -> Tensor:
+    """What the body of the node gives, as `plain` lies; `plain` itself where there is none, or one of whole
+    numbers."""
+    lowering = lookup(node.op).lowering
+    if not isinstance(lowering, Pointwise) or not plain.is_floating_point():
+        return plain
+    expr = lowering.body(dict(node.attrs))
+    parts = [p for p in walk(expr) if isinstance(p, Prim)]
+    whole = any(isinstance(o, Tensor) and o.dtype in WHOLE for o in operands)
+    if whole or any(p.name not in TORCH for p in parts):
+        return plain
+    return torch.as_tensor(value(expr, operands)).to(plain).broadcast_to(plain.shape)
+
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

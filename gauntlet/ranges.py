@@ -1,0 +1,105 @@
+"""Values at the ends of what a type holds, in one tensor at a time: two that are far out hide each other.
+
+infinite    a few infinities of either sign, in rows of their own, among small exact numbers and zeros; the
+            others have many exact zeros, so that infinities meet them
+small       so small that a product of three is nothing; also all of them
+huge        so large that the square of it is almost too large
+subnormal   about the smallest normal number; on the CPU only: on a card the functions of the compiler take
+            subnormal arguments for zero
+far         sixteen times normal: where exponentials are almost nothing beside others
+
+A draw is named by one of these and a leaf ("far x"); a cotangent by one of them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from esper_ir.types import DType
+from gauntlet.subject import Subject
+
+FAR, INFINITE, FEW = "far", "infinite", "few"
+HOW = (INFINITE, "small", "huge", "subnormal", FAR)
+OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
+"""How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
+"""
+COTANGENTS = (FEW, INFINITE, "small", "huge", "subnormal")
+LEAVES = 8
+"""Leaves that are taken to the ends, of a block with more."""
+SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0}
+WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0}
+"""Factors on normal values; of float16, and of the types with the exponents of float32 or more."""
+NUMBERS = (*[0.0] * 8, -1.0, -0.5, 0.5, 1.0)
+MOST, SHARE = 4, 8
+"""Infinities in a tensor; in short ones at most one of so many elements."""
+
+
+def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
+    """Draws of this block, leaf by leaf."""
+    leaves = [n for n, kind, t in subject.leaves if t.dtype.is_floating and kind != "constant"]
+    step = -(-len(leaves) // LEAVES)
+    return ["small", *(f"{h} {n}" for n in leaves[:: max(step, 1)] for h in _possible(subject, how))]
+
+
+def cotangents(subject: Subject) -> list[str]:
+    """Cotangents of this block."""
+    return _possible(subject, COTANGENTS)
+
+
+def pairs(subject: Subject) -> list[tuple[str, str]]:
+    """(draw, cotangent) of gradients: where an infinity may meet a zero, both stand close; what is far out
+    flows back alone."""
+    with_leaves = {INFINITE: FEW, FAR: FEW, "subnormal": "huge"}
+    with_cotangents = {INFINITE: FEW, FEW: "ties"}
+    leaves = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
+    flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
+    return [("zeros", "normal"), *flowing, *leaves]
+
+
+def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
+    return [h for h in how if h != "subnormal" or subject.device.type == "cpu"]
+
+
+def of_leaf(draw: str, leaf: str) -> str:
+    """How a leaf is drawn in a draw of the whole block; draws of other kinds are the same for all leaves."""
+    how, _, moved = draw.partition(" ")
+    if how not in HOW or not moved:
+        return draw
+    return how if moved == leaf else OTHERS.get(how, "normal")
+
+
+def _infinite(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    value = few(shape, generator)
+    if not value.numel():
+        return value
+    lone = value.dim() < 2 or value.numel() == value.shape[-1]
+    rows = value.reshape(-1, 1 if lone else value.shape[-1])
+    count = max(1, min(MOST, len(rows), value.numel() // SHARE))
+    at = torch.randperm(len(rows), generator=generator)[:count]
+    column = torch.randint(0, rows.shape[1], (count,), generator=generator)
+    sign = torch.randint(0, 2, (count,), generator=generator).double() * 2 - 1
+    rows[at, column] = sign * torch.inf
+    return value
+
+
+def few(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Two of three are zero, the rest whole and half numbers, in float64."""
+    places = torch.randint(0, len(NUMBERS), shape, generator=generator)
+    return torch.tensor(NUMBERS, dtype=torch.float64)[places]
+
+
+def drawn(how: str, shape: tuple[int, ...], dtype: DType, generator: torch.Generator) -> Tensor:
+    """A tensor of the type."""
+    out = getattr(torch, dtype.value)
+    if how in MADE:
+        return MADE[how](shape, generator).to(out)
+    factor = (SHORT if dtype is DType.float16 else WIDE)[how]
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * factor).to(out)
+
+
+MADE: Mapping[str, Callable[[tuple[int, ...], torch.Generator], Tensor]] = {INFINITE: _infinite, FEW: few}
+OWN = (*MADE, *WIDE)
+"""What `drawn` knows."""
