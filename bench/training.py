@@ -32,11 +32,10 @@ from bench.models import (
     Decoder,
     DecoderSizes,
     cnn_batch,
-    cnn_swaps,
     decoder_batch,
-    decoder_swaps,
 )
 from bench.results import device_here, plain
+from bench.swaps import cnn_swaps, decoder_swaps
 from bench.turns import Turn
 from library.store import Library
 from runtime import timing
@@ -105,7 +104,8 @@ def model_blueprints(which: str) -> dict[str, dict[str, Any]]:
 def plan(which: str, model: Model, ids: Mapping[str, str]) -> Plan:
     """For `runtime.swap`; KeyError names a blueprint that was not compiled."""
     keys = {pattern: f"{which} {model.name} {pattern}" for pattern in model.swaps()}
-    return {pattern: Fit(ids[key], channels_last=model.name == "cnn") for pattern, key in keys.items()}
+    how: dict[str, Any] = {"channels_last": True, "mode": "train"} if model.name == "cnn" else {}
+    return {pattern: Fit(ids[key], **how) for pattern, key in keys.items()}
 
 
 class Trained:

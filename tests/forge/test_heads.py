@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from bench.models import SMALL_DECODER, layer_blueprint
+from bench.models import SMALL_DECODER
 from bench.prepare import UNBUILT
+from bench.swaps import layer_blueprint
 from esper_ir import text
 from esper_ir.builder import Builder
 from esper_ir.graph import Graph

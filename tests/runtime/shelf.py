@@ -10,14 +10,8 @@ from typing import Any
 
 import torch
 
-from bench.models import (
-    SMALL_CNN,
-    SMALL_DECODER,
-    Cnn,
-    cnn_swaps,
-    decoder_parts,
-    norm_blueprint,
-)
+from bench.models import SMALL_CNN, SMALL_DECODER, Cnn
+from bench.swaps import cnn_parts, decoder_parts, norm_blueprint
 from forge.service import compile_file
 from library.store import Library
 
@@ -123,7 +117,7 @@ def dropped_blueprint() -> dict[str, Any]:
 def documents() -> dict[str, dict[str, Any]]:
     """Blueprint by the name that a test uses."""
     cnn = Cnn(SMALL_CNN)
-    found = {**decoder_parts(SMALL_DECODER, (32,)), **cnn_swaps(cnn, (4,))}
+    found = {**decoder_parts(SMALL_DECODER, (32,)), **cnn_parts(cnn, (4,))}
     channels, side = SMALL_CNN.width, SMALL_CNN.image // 4
     return {
         **found,
