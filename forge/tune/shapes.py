@@ -19,7 +19,7 @@ ZERO, ONE = Dim(), Dim.of(1)
 
 @dataclass(frozen=True)
 class Shape:
-    """`arch` and `family` must be equal, `sizes` near: of a product (m, n, k), else the axes of the space."""
+    """`arch` and `family` must be equal, `sizes` near: of products (m, n, k), else the axes of the space."""
 
     arch: str
     family: str
@@ -29,12 +29,11 @@ class Shape:
 def shape_of(
     arch: str, space: Sequence[Dim], accesses: Sequence[Access], body: Sequence[Stmt], more: object,
     sizes: Mapping[str, int],
-) -> Shape | None:  # fmt: skip
-    """`more` is what a template adds to the work; of a product its operands and depth. None for work that
-    only an equal one is like: products in a row.
+) -> Shape:  # fmt: skip
+    """`more` is what a template adds to the work: of a product its operands and depth, of products in a row
+    also what is done between them, to which operands, and the second right operand. Of these the weights are
+    a part of the family, so that only rows and depth may differ.
     """
-    if isinstance(more, tuple):
-        return None
     extents = tuple(size.value(sizes) for size in space)
     if isinstance(more, MatmulSpec):
         # How the tensor cores are fed decides; the epilogue counts by how many tensors it moves.
@@ -42,6 +41,13 @@ def shape_of(
         full = sum(a.buffer != INDEX and len(a.axes) > 1 for a in accesses)
         family = ("product", sides, more.precision, full)
         extents = (*extents, more.k.value(sizes))
+    elif isinstance(more, tuple):
+        spec, between, head, second = more
+        weights = [[str(s) for s in a.strides] for a in (spec.b, second)]
+        kinds = [a.dtype.value for a in (spec.a, spec.b, second, *accesses, *head)]
+        parts = [_stmt(s) for s in (*between, *body)]
+        family = ("chain", kinds, weights, spec.precision, parts)
+        extents = (*extents, spec.k.value(sizes))
     else:
         walked = [_access(a) for a in accesses]
         family = ("loops", len(extents), walked, [_stmt(s) for s in body], type(more).__name__)

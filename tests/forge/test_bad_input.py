@@ -136,9 +136,8 @@ def test_a_killed_worker_costs_one_candidate_and_says_nothing_of_it(monkeypatch:
     made = build_candidates(sets, work.target)
     assert [bool(c.failed) for c in made] == [at == 4 for at in range(9)]
     assert not made[4].lasting and "SIGKILL" in made[4].failed
-    assert isinstance(
-        candidates._built(next(iter(work.kernels.sites.values())), "k", PRIOR, None, made[4]), Passing
-    )  # type: ignore[arg-type]
+    site, plan = next(iter(work.kernels.sites.values())), work.lowerings[0].plan
+    assert isinstance(candidates._built(site, "k", PRIOR, plan, made[4]), Passing)
 
 
 def test_an_interrupt_ends_the_workers() -> None:
