@@ -45,7 +45,7 @@ def watch(entry: Entry) -> None:
             counter.flop_registry.update({op: counting.flop_registry[op] for op in rules})
 
 
-def _forward(name: str, mask: int, xs: Sequence[Tensor], turned: int = 0, **_: Any) -> int:
+def _forward(name: str, mask: int, xs: Sequence[Tensor], turned: int, **_: Any) -> int:
     return _counted(name, tuple(map(int, sizes(_entries[name].program, xs, turned))), 0)
 
 

@@ -7,6 +7,9 @@ those saved tensors that are neither input nor output; `bwd` returns one tensor 
 `turned` has a bit per input that is an image [n, c, h, w] where the block takes [n, h, w, c]; then outputs of
 rank 4 are images too, and so are their cotangents. A permutation outside would be a node that compilers lay
 out in memory by rules for images. How the programs that inductor writes call them: `runtime.inlined`.
+
+Compiled graphs are cached beyond this process and this version: what the operators take and return changes
+only with their names or their arguments.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ _any: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
 _define = torch.library.Library("esper", "DEF")
 # Any strides will do, and what is not dense is copied; what inductor lays out is asked for by `inlined`.
 _tags = (torch.Tag.flexible_layout,)
-_define.define("fwd(str id, int mask, Tensor[] xs, int turned=0) -> Tensor[]", tags=_tags)
+_define.define("fwd(str id, int mask, Tensor[] xs, int turned) -> Tensor[]", tags=_tags)
 _define.define(
-    "bwd(str id, SymInt[] dims, int mask, Tensor[] saved, Tensor?[] cotangents, int turned=0) -> Tensor[]",
+    "bwd(str id, SymInt[] dims, int mask, Tensor[] saved, Tensor?[] cotangents, int turned) -> Tensor[]",
     tags=_tags,
 )
 _current_device = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -181,7 +184,7 @@ def sizes(program: Program, xs: Sequence[Tensor], turned: int) -> list[Any]:
     ]
 
 
-def forward(name: str, mask: int, xs: Sequence[Tensor], turned: int = 0) -> list[Tensor]:
+def forward(name: str, mask: int, xs: Sequence[Tensor], turned: int) -> list[Tensor]:
     """What `esper::fwd` computes, below autograd."""
     program = _on(name, xs)
     if program.index >= 0 and _current_device() != program.index:
@@ -210,23 +213,29 @@ def _forward(program: Program, mask: int, xs: Sequence[Tensor], turned: int) -> 
     return out
 
 
-def _fwd_fake(name: str, mask: int, xs: list[Tensor], turned: int = 0) -> list[Tensor]:
+def _fwd_fake(name: str, mask: int, xs: list[Tensor], turned: int) -> list[Tensor]:
     inlined.tell("fwd", __name__, "forward", _fwd_images)
     program = _described(name)
     dims = dict(zip(program.dim_names, sizes(program, xs, turned), strict=True))
-    out = [_like(spec, dims, xs[0]) for spec in program.interface.outputs]
-    if turned:
-        out = _images(out)
+    out = [_like(spec, dims, xs[0], image=bool(turned)) for spec in program.interface.outputs]
     roles = roles_of(program)
     if mask and roles.forward is not None:
-        fresh = [_like(roles.forward.buffers[number], dims, xs[0]) for number in roles.fresh]
-        out += [t.flatten(1) if t.dim() == 4 else t for t in fresh]
+        out += [_like(roles.forward.buffers[number], dims, xs[0], flat=True) for number in roles.fresh]
     return out
 
 
-def _like(spec: Any, dims: Mapping[str, Any], near: Tensor) -> Tensor:
-    shape = [evaluate(s, dims) for s in spec.shape]
-    return near.new_empty(shape, dtype=getattr(torch, spec.dtype))
+def _like(
+    spec: Any, dims: Mapping[str, Any], near: Tensor, image: bool = False, flat: bool = False
+) -> Tensor:
+    """Memory without contents, and not a view of any; of rank 4: `image` with the channels last, `flat` as a
+    matrix."""
+    shape, kind = [evaluate(s, dims) for s in spec.shape], getattr(torch, spec.dtype)
+    if len(shape) == 4 and image:
+        n, h, w, c = shape
+        return near.new_empty_strided((n, c, h, w), (h * w * c, 1, w * c, c), dtype=kind)
+    if len(shape) == 4 and flat:
+        shape = [shape[0], shape[1] * shape[2] * shape[3]]
+    return near.new_empty(shape, dtype=kind)
 
 
 def backward(
@@ -235,7 +244,7 @@ def backward(
     mask: int,
     saved: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
-    turned: int = 0,
+    turned: int,
 ) -> list[Tensor]:
     """What `esper::bwd` computes, below autograd."""
     program = _on(name, (*saved, *cotangents))
@@ -292,7 +301,7 @@ def _bwd_fake(
     mask: int,
     saved: list[Tensor],
     cotangents: list[Tensor | None],
-    turned: int = 0,
+    turned: int,
 ) -> list[Tensor]:
     inlined.tell("bwd", __name__, "backward", _bwd_images)
     program = _described(name)
@@ -300,15 +309,16 @@ def _bwd_fake(
     near = next(t for t in (*saved, *cotangents) if t is not None)
     specs: dict[str, TensorSpec] = {s.name: s for s in program.interface.inputs}
     order = roles_of(program).distinct(mask)[0]
-    return _outside(program, order, [_like(specs[head], values, near) for head in order], turned)
+    images = {spec.name for at, spec in enumerate(program.interface.inputs) if turned >> at & 1}
+    return [_like(specs[head], values, near, image=head in images) for head in order]
 
 
-def _fwd_images(name: str, mask: int, xs: Sequence[Any], turned: int = 0) -> list[list[int]]:
+def _fwd_images(name: str, mask: int, xs: Sequence[Any], turned: int) -> list[list[int]]:
     return [[at for at in range(len(xs)) if turned >> at & 1]]
 
 
 def _bwd_images(
-    name: str, dims: Any, mask: int, saved: Any, cotangents: Sequence[Any], turned: int = 0
+    name: str, dims: Any, mask: int, saved: Any, cotangents: Sequence[Any], turned: int
 ) -> list[list[int]]:
     outputs = _described(name).interface.outputs
     images = [at for at, spec in enumerate(outputs) if turned and len(spec.shape) == 4]
@@ -363,7 +373,7 @@ def _below(op: Any, keyset: Any, *values: Any) -> list[Tensor]:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *values)
 
 
-def _fwd_autograd(keyset: Any, name: str, mask: int, xs: list[Tensor], turned: int = 0) -> list[Tensor]:
+def _fwd_autograd(keyset: Any, name: str, mask: int, xs: list[Tensor], turned: int) -> list[Tensor]:
     if _transforms():
         raise no_transform(name)
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
@@ -378,7 +388,7 @@ def _bwd_autograd(
     mask: int,
     saved: list[Tensor],
     cotangents: list[Tensor | None],
-    turned: int = 0,
+    turned: int,
 ) -> list[Tensor]:
     rest = (dims, mask, saved, cotangents, turned)
     tensors = [t for t in (*saved, *cotangents) if t is not None]

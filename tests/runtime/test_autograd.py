@@ -156,7 +156,7 @@ def test_operators_pass_torchs_own_checks(put: Put) -> None:
     xs = [torch.randn(5, a.N, requires_grad=True), torch.randn(a.N), torch.randn(5, a.N)]
     for mask in (0, 1, 7):
         ts = [x.detach().requires_grad_(bool(mask >> i & 1)) for i, x in enumerate(xs)]
-        torch.library.opcheck(torch.ops.esper.fwd.default, (name, mask, ts))
+        torch.library.opcheck(torch.ops.esper.fwd.default, (name, mask, ts, 0))
     assert fn is not None
 
 
