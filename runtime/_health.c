@@ -5,8 +5,8 @@
  * gradient(g, rows, stride, features, chunks, columns, width, first)
  * halves(g, rows, stride, features, chunks, waiting, drawn, outward, seen, share, out, among, power)
  *
- * Every array arrives as an address of fp32, rows by columns, `stride` floats from row to row where it is named; sizes
- * are integers; `places` are seven column numbers, eight bits each. The caller vouches for addresses and sizes. Only
+ * Every array arrives as an address of fp32 (`inward` and `outward` of bfloat16, `among` the lower triangle), rows by
+ * columns, `stride` floats from row to row where it is named; sizes are integers; `places` are seven column numbers, eight bits each. The caller vouches for addresses and sizes. Only
  * CPython's limited API is used. The loops run over features, so that they vectorise without reordering a sum.
  */
 #define PY_SSIZE_T_CLEAN
@@ -65,6 +65,14 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* First feature of a chunk: the first chunks are one wider when the features do not divide evenly. */
 static int64_t first_of(const rows_t *h, int64_t chunk) {
     return chunk * (h->features / h->chunks) + least(chunk, h->features % h->chunks);
+}
+
+/* bfloat16 is the upper half of a float. */
+WIDE static void widen(const uint16_t *from, int64_t many, float *to) {
+    for (int64_t i = 0; i < many; i++) {
+        const uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
 }
 
 /* Means and variances per feature; then the standardised activations into `unit`. */
@@ -213,15 +221,20 @@ static PyObject *activation(PyObject *self, PyObject *const *args, Py_ssize_t n)
     const int64_t drawn = a[9];
     if (h.rows < 1 || h.chunks < 1 || h.features < h.chunks || drawn > MOST)
         return PyErr_Format(PyExc_ValueError, "%lld rows of %lld features in %lld chunks", h.rows, h.features, h.chunks);
-    float *columns = (float *)a[5], *inward = (float *)a[8], *waiting = (float *)a[10];
+    float *columns = (float *)a[5], *waiting = (float *)a[10];
+    const uint16_t *inward = (const uint16_t *)a[8];
     const int64_t many = least(FEATURES, h.features / h.chunks + 1);
-    float *mean = scratch((3 + h.rows) * h.features + (h.rows + many) * many);
+    float *mean = scratch((3 + h.rows) * h.features + (h.rows + many) * many + h.features * drawn);
     if (!mean) return PyErr_NoMemory();
     float *variance = mean + 2 * h.features, *unit = variance + h.features, *work = unit + h.rows * h.features;
+    float *in = work + (h.rows + many) * many;
     standardise(&h, mean, variance, unit);
     for (int64_t c = 0; c < h.chunks; c++)
         chunk_sums(&h, c, mean, variance, unit, work, columns + c * a[6], a[7]);
-    if (inward) product(unit, h.rows, h.features, h.features, inward, drawn, waiting);
+    if (inward) {
+        widen(inward, h.features * drawn, in);
+        product(unit, h.rows, h.features, h.features, in, drawn, waiting);
+    }
     Py_RETURN_NONE;
 }
 
@@ -255,7 +268,8 @@ static PyObject *gradient(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-/* phi becomes the positive part of `waiting` less its mean over rows; among[d, e] += mean of phi[r, d] phi[r, e]. */
+/* phi becomes the positive part of `waiting` less its mean over rows; among[d, e], e <= d, += mean of
+ * phi[r, d] phi[r, e]. */
 INLINE static void features_by(const rows_t *g, const float *waiting, const int drawn, float *phi, float *among) {
     float mean[MOST] = {0}, sum[MOST * MOST];
     const int64_t rows = g->rows / 2 * 2;
@@ -271,7 +285,8 @@ INLINE static void features_by(const rows_t *g, const float *waiting, const int 
     for (int64_t r = 0; r < rows; r++)
         for (int d = 0; d < drawn; d++)
             for (int e = 0; e < drawn; e++) sum[d * drawn + e] += phi[r * drawn + d] * phi[r * drawn + e];
-    for (int i = 0; i < drawn * drawn && rows; i++) among[i] += sum[i] / (float)rows;
+    for (int d = 0; d < drawn && rows; d++)
+        for (int e = 0; e <= d; e++) among[d * (d + 1) / 2 + e] += sum[d * drawn + e] / (float)rows;
 }
 
 /* out[half, chunk, d, s] += share * sum over the half's rows of phi[r, d] look[r, s], with look[r, s] = sum over j of
@@ -321,9 +336,11 @@ static PyObject *halves(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (PyErr_Occurred() || !numbers(args, 9, a) || !numbers(args + 10, 3, a + 10)) return NULL;
     const rows_t g = {(const float *)a[0], a[1], a[2], a[3], a[4]};
     if (a[6] > MOST || a[8] > MOST) return PyErr_Format(PyExc_ValueError, "%lld x %lld directions", a[6], a[8]);
-    float *work = scratch(g.rows * (a[6] + a[8]));
+    float *work = scratch(g.rows * (a[6] + a[8]) + g.features * a[8]);
     if (!work) return PyErr_NoMemory();
-    meet(&g, (const float *)a[5], a[6], (const float *)a[7], a[8], (float)share, work, (float *)a[10],
+    float *outward = work + g.rows * (a[6] + a[8]);
+    widen((const uint16_t *)a[7], g.features * a[8], outward);
+    meet(&g, (const float *)a[5], a[6], outward, a[8], (float)share, work, (float *)a[10],
          (float *)a[11], (float *)a[12]);
     Py_RETURN_NONE;
 }
@@ -339,6 +356,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_health", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__health(void) {
     PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddIntConstant(made, "ARGUMENTS", 2) < 0) Py_CLEAR(made);  /* counted up when they change */
+    if (made && PyModule_AddIntConstant(made, "ARGUMENTS", 3) < 0) Py_CLEAR(made);  /* counted up when they change */
     return made;
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import runtime
-from bench.growing import trial
+from bench.growing import artifacts, cores, trial
 from bench.growing.hosts import WIDTH
 from bench.results import ROOT, figure
 from forge.service import compile_file
@@ -44,6 +45,7 @@ from runtime.strategy.sites import scores
 from tests.runtime.seeds import garden, test_checkpoint
 
 S = Lifecycle
+ROLLBACKS = 300
 QUICK = Limits(speculative=True, max_rent=10.0, embargo_epochs=0, deadline_least=1000)
 
 
@@ -151,13 +153,15 @@ def _facts(number: int) -> SlotFacts:
 # -- stalls
 
 
-@contextmanager
-def busy_forge() -> Iterator[None]:
-    """Another process that compiles again and again, in a library of its own."""
-    with tempfile.TemporaryDirectory(prefix="esper-busy-") as folder:
+class Busy:
+    """Another process that compiles again and again, in a library of its own, on other cores than this one
+    where there are some. It can be stopped for a while."""
+
+    def __init__(self, folder: str) -> None:
         code = (
-            "import sys; from pathlib import Path; from forge.service import compile_file\n"
+            "import os; from pathlib import Path; from forge.service import compile_file\n"
             "from library.store import Library\n"
+            f"os.sched_setaffinity(0, {sorted(cores.others())!r})\n"
             f"place = Path({folder!r})\n"
             "number = 0\n"
             "while True:\n"
@@ -165,14 +169,29 @@ def busy_forge() -> Iterator[None]:
             "    with Library.open(place / str(number), trust=place / 'trust') as library:\n"
             "        compile_file(Path('examples/seed_mlp_64.json'), targets=('cpu',), library=library)\n"
         )
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True,
+                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        time.sleep(8.0)  # imports done, compiling
+
+    def rest(self, on: bool) -> None:
+        """Stop or go on; what its own workers have begun ends in the meantime."""
+        os.killpg(self.process.pid, signal.SIGSTOP if on else signal.SIGCONT)
+        time.sleep(1.0)
+
+
+@contextmanager
+def busy_forge() -> Iterator[Busy]:
+    """The process, ended at the end. Raises RuntimeError when it had ended before."""
+    with tempfile.TemporaryDirectory(prefix="esper-busy-", ignore_cleanup_errors=True) as folder:
+        busy = Busy(folder)
         try:
-            time.sleep(8.0)  # imports done, compiling
-            yield
+            yield busy
+            if busy.process.poll() is not None:
+                raise RuntimeError("the forge that was to be busy ended")
         finally:
-            os.killpg(process.pid, 9)
-            process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(busy.process.pid, signal.SIGKILL)
+            busy.process.wait()
 
 
 class Stalls:
@@ -202,37 +221,44 @@ class Stalls:
 _PROCESSES = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
 
 
-def stalls(
-    library: Library, artifact: str, steps: int = 400, say: Callable[[str], None] = print
-) -> dict[str, Any]:
-    """A life of two seeds under torch.compile: graphs made after the first step, processes started,
-    fallbacks; then the p99 of step times with the forge idle and busy."""
+def stalls(library: Library, artifact: str, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Lives of seeds under torch.compile, the forge busy and resting in turns: graphs made after the first
+    steps, processes started, fallbacks; and the p99 of a step with it busy, by that with it at rest."""
     counter = Stalls()
     bed = Bed(library, artifact, replace(QUICK, min_training_steps=4, g2_margin=-10.0, trust_radius=100.0),
               torch.compile)  # fmt: skip
-    counter.begin()
-    with_busy: list[float] = []
-    with busy_forge():
+    _life(bed, artifact, [], 0)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    fallbacks = 0
+    with busy_forge() as busy:
         counter.begin()
-        fallbacks = _life(bed, artifact, with_busy, steps)
+        with cores.pinned():
+            for number in range(1, 1 + 2 * TURNS):
+                resting = bool(number % 2)
+                busy.rest(resting)
+                fallbacks = max(fallbacks, _life(bed, artifact, times[not resting], number))
         compiled = counter.compiles()
-    alone: list[float] = []
-    again = Bed(library, artifact, bed.growth.limits, torch.compile)
-    fallbacks += _life(again, artifact, alone, steps)
-    p99 = [sorted(times)[int(0.99 * len(times))] for times in (alone, with_busy)]
-    say(f"p99 of a step: {1e3 * p99[0]:.2f} ms alone, {1e3 * p99[1]:.2f} ms with the forge busy")
+        busy.rest(False)
+    p99 = {on: sorted(found)[int(0.99 * len(found))] for on, found in times.items()}
+    say(f"p99 of a step: {1e3 * p99[False]:.2f} ms alone, {1e3 * p99[True]:.2f} ms with the forge busy")
+    facts: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "steps": len(times[True])}
     return {
         "compiles_in_the_loop": figure(compiled, "count", 0),
         "eager_fallbacks_in_the_loop": figure(fallbacks, "count", 0),
-        "step_p99_busy_over_idle": figure(p99[1] / p99[0], "ratio", 1.02, cores=os.cpu_count()),
-        "step_ms_p50_idle": figure(1e3 * statistics.median(alone), "ms"),
+        "step_p99_busy_over_idle": figure(p99[True] / p99[False], "ratio", 1.02, **facts),
+        "step_ms_p50_idle": figure(1e3 * statistics.median(times[False]), "ms"),
+        "step_ms_p50_busy": figure(1e3 * statistics.median(times[True]), "ms"),
     }
 
 
-def _life(bed: Bed, artifact: str, times: list[float], steps: int) -> int:
-    """Steps with seeds that come, learn, are grafted and go; the blocks' fallbacks."""
+TURNS, LIFE = 5, 400  # times that the forge is busy, and rests; steps of one, two lives of a seed
+
+
+def _life(bed: Bed, artifact: str, times: list[float], turn: int) -> int:
+    """Steps with seeds that come, learn, are grafted and go; the blocks' fallbacks. `turn`: how many of these
+    came before."""
     fallbacks = 0
-    for number in range(steps):
+    for number in range(turn * LIFE, (turn + 1) * LIFE):
         began = time.perf_counter()
         bed.step()
         times.append(time.perf_counter() - began)
@@ -293,51 +319,72 @@ def traps(library: Library, folder: Path) -> dict[str, str]:
     return found
 
 
-def trap(library: Library, folder: Path, hosts: int = 20, epochs: int = 14) -> dict[str, Any]:
+GATES_OF_TRAP = {"G2": ("TRAINING", "GRAFTING"), "G4": ("EVALUATING", "FINE_TUNING"),
+                 "G5": ("EVALUATING", "FOSSILIZED")}  # fmt: skip
+
+
+def trap(folder: str, hosts: int = 20, epochs: int = 14) -> dict[str, Any]:
     """No-op seeds asked for at epoch 1 beside hosts that learn fast: which gates they passed. A fixed
-    function
-    has no incubation, so G2 is asked of the trainable one alone; alpha is nothing to a no-op, so G3 may
-    pass."""
-    passed: dict[str, int] = {"G2": 0, "G4": 0, "G5": 0}
+    function has no incubation, so G2 is asked of the trainable one alone; alpha is nothing to a no-op, so G3
+    may pass. `folder` gets a library of its own."""
+    passed = dict.fromkeys(GATES_OF_TRAP, 0)
     fell = []
-    for name, artifact in traps(library, folder).items():
-        for seed in range(hosts // 2):
-            settings = replace(
-                trial.SETTINGS, policy="fixed_schedule",
-                schedule=(Planned(1, "blocks.1/0", artifact),),
-                limits=replace(trial.SETTINGS.limits or QUICK, settle_steps=5),
-            )  # fmt: skip
-            heard: list[Any] = []
-            given, model = trial.data(seed), trial.host(seed)
-            before = trial.test_loss(model, given)
-            done = trial.train(model, given, seed, library, settings, heard.append, epochs)
-            fell.append(1.0 - done.loss / before)
-            moves = {(e.facts["source"], e.facts["target"]) for e in heard if e.kind == "SEED_STAGE_CHANGED"}
-            passed["G2"] += ("TRAINING", "GRAFTING") in moves
-            passed["G4"] += ("EVALUATING", "FINE_TUNING") in moves
-            passed["G5"] += ("EVALUATING", "FOSSILIZED") in moves
-            assert any(target == "LOADING" for _, target in moves), name
+    with artifacts.stocked(Path(folder), ()) as library:
+        for name, artifact in traps(library, Path(folder)).items():
+            for seed in range(hosts // 2):
+                fell_by, moves = _trapped(library, name, artifact, seed, epochs)
+                fell.append(fell_by)
+                for gate, move in GATES_OF_TRAP.items():
+                    passed[gate] += move in moves
     facts = {"hosts": hosts, "hosts_loss_fell_by": statistics.median(fell)}
     return {f"trap_passed_{gate}": figure(count, "seeds", 0, **facts) for gate, count in passed.items()}
+
+
+def _trapped(
+    library: Library, name: str, artifact: str, seed: int, epochs: int
+) -> tuple[float, set[tuple[str, str]]]:
+    """By which share a host's loss fell, and the moves of the seed beside it."""
+    settings = replace(
+        trial.SETTINGS,
+        policy="fixed_schedule",
+        schedule=(Planned(1, "blocks.1/0", artifact),),
+        limits=replace(trial.SETTINGS.limits or QUICK, settle_steps=5),
+    )
+    heard: list[Any] = []
+    given, model = trial.data(seed), trial.host(seed)
+    before = trial.test_loss(model, given)
+    done = trial.train(model, given, seed, library, settings, heard.append, epochs)
+    moves = {(e.facts["source"], e.facts["target"]) for e in heard if e.kind == "SEED_STAGE_CHANGED"}
+    if not any(target == "LOADING" for _, target in moves):
+        raise RuntimeError(f"{name}: the seed was never loaded")
+    return 1.0 - done.loss / before, moves
 
 
 # -- rollbacks
 
 
-def rollbacks(trials: int = 300) -> dict[str, Any]:
+def rollbacks(first: int, end: int) -> list[str]:
     """The trials of the test suite, more of them: a run goes on from a checkpoint in some state of a seed, is
-    put back to it, goes on again, and must be equal to the bit in everything that a checkpoint holds."""
-    equal, wrong = 0, []
+    put back to it, goes on again, and must be equal to the bit in everything that a checkpoint holds. What
+    was not, of the trials from `first` to `end`."""
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="esper-rollback-") as folder:
         keep = {name: os.environ.get(name) for name in ("ESPER_LIBRARY", "ESPER_KEYS")}
         os.environ |= {"ESPER_LIBRARY": f"{folder}/library", "ESPER_KEYS": f"{folder}/keys"}
         ids = garden.fill(Path(folder))
-        for number in range(trials):
+        for number in range(first, end):
             state = test_checkpoint.STATES[number % len(test_checkpoint.STATES)]
             torch.manual_seed(number)
             differs = test_checkpoint.rolled(ids, Path(folder) / str(number), state, 1 + number % 4)
-            equal += not differs
             wrong += [f"{number} {state}: {', '.join(differs[:3])}"] if differs else []
         for name, value in keep.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    return {"rollback_bit_equal": figure(equal, "trials", trials, at_least=True, of=trials, wrong=wrong[:5])}
+    return wrong
+
+
+def rolled_back(wrong: list[str], of: int, trials: int = ROLLBACKS) -> dict[str, Any]:
+    """The figure, from the trials that were made."""
+    target = trials if of == trials else None
+    return {
+        "rollback_bit_equal": figure(of - len(wrong), "trials", target, at_least=True, of=of, wrong=wrong[:5])
+    }

@@ -13,7 +13,6 @@ The seeds are not those that anything was tried on while it was written.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -26,11 +25,13 @@ import click
 import torch
 
 from bench.growing import artifacts, trial
+from bench.growing.crowd import Job
 from bench.growing.hosts import KINDS
 from bench.results import ROOT, commit, figure
 from library.store import Library
 
-FIRST, TRIALS = 100, 150
+FIRST, TRIALS = 1000, 150
+OF_A_JOB = 4  # trials: one seed, as a rule
 RESOLVED = 0.9
 TARGET = 143  # of 150: the lower bound of the Wilson interval is above 90 %
 MOST_EPOCHS = 30
@@ -65,7 +66,8 @@ def plant(seed: int, kind: str, twin: float, library: Library) -> dict[str, Any]
 
 def _grown(seed: int, kind: str, library: Library) -> dict[str, Any]:
     grown = trial.train(trial.host(seed, kind, seed % trial.PARTS), trial.data(seed), seed, library)
-    return {"grown": grown.loss, "asked": grown.asked, "kept": grown.kept, "epochs": grown.epochs}
+    return {"grown": grown.loss, "asked": grown.asked, "kept": grown.kept, "epochs": grown.epochs,
+            "since": grown.since}  # fmt: skip
 
 
 def judged(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -117,6 +119,8 @@ def figures(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     found["germinated_to_fossilised_epochs_max"] = figure(
         max(spent, default=None), "epochs", MOST_EPOCHS, median=statistics.median(spent) if spent else None
     )
+    since = [line["since"] for line in kept if line.get("since") is not None and line["kind"] != "grown"]
+    found["first_request_to_fossilised_epochs_max"] = figure(max(since, default=None), "epochs")
     healthy = [line for line in kept if line["kind"] == "grown"]
     asked, grown = (sum(bool(line[k]) for line in healthy) for k in ("asked", "kept"))
     found["healthy_hosts_with_a_seed_tried"] = figure(asked, "hosts", of=len(healthy))
@@ -165,33 +169,35 @@ def _line(seed: int, kind: str, lines: Iterable[Mapping[str, Any]], library: Lib
     return plant(seed, kind, twin, library)
 
 
-def part(out: str, folder: str, first: int, trials: int) -> None:
-    """What one of several processes does."""
-    torch.set_num_threads(1)
+def part(out: str, folder: str, first: int, trials: int) -> int:
+    """What one of several processes does; how many lines it has."""
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
     with artifacts.stocked(Path(folder), artifacts.WIDE) as library:
-        run(Path(out), library, first, trials)
+        return len(run(Path(out), library, first, trials))
 
 
-def together(folder: Path, workers: int, first: int = FIRST, trials: int = TRIALS) -> list[Any]:
-    """The same shared among processes, each with seeds of its own. `folder` holds the stocked library; lines
-    are kept under out/ by commit, so that what was stopped goes on where it ended."""
-    kept = ROOT / "out" / "planted" / commit()[0][:12]
-    kept.mkdir(parents=True, exist_ok=True)
-    jobs = []
-    start, left = first, trials
-    for number in range(workers):
-        many = -(-left // (workers - number))
-        if many:
-            jobs.append((str(kept / f"{number + 1}-of-{workers}.jsonl"), str(folder), start, many))
-        start, left = start + MOST_SEEDS * -(-many // len(KINDS)), left - many
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=part, args=job) for job in jobs]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    texts = [Path(job[0]).read_text(encoding="utf-8") for job in jobs if Path(job[0]).exists()]
+def jobs(folder: Path, first: int = FIRST, trials: int = TRIALS) -> dict[str, Job]:
+    """The same in pieces with seeds of their own, as `crowd.together` takes them. `folder` holds the stocked
+    library; lines are kept under out/ by commit, so that what was stopped goes on where it ended."""
+    kept = _lines_of(first, trials)
+    pieces = -(-trials // OF_A_JOB)
+    found: dict[str, Job] = {}
+    for number in range(pieces):
+        many = trials // pieces + (number < trials % pieces)
+        out = str(kept / f"{number + 1}-of-{pieces}.jsonl")
+        start = first + MOST_SEEDS * number
+        found[f"planted {number + 1} of {pieces}"] = (part, (out, str(folder), start, many))
+    return found
+
+
+def lines(first: int = FIRST, trials: int = TRIALS) -> list[Any]:
+    """What the jobs have left, those that broke as well."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(_lines_of(first, trials).glob("*.jsonl"))]
     return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def _lines_of(first: int, trials: int) -> Path:
+    return ROOT / "out" / "planted" / f"{commit()[0][:12]}-{first}-{trials}"
 
 
 @click.command()

@@ -20,7 +20,7 @@ from runtime.seeds.lifecycle import Lifecycle, Limits
 from runtime.strategy.settings import PlateauSettings, Settings
 
 PARTS, SIZE, FACTORS = 4, 4, 2
-BATCH, EPOCHS, STEPS, RATE = 128, 48, 32, 4e-3
+BATCH, EPOCHS, STEPS, RATE = 128, 64, 32, 4e-3
 TRAIN, VALID, TEST = 16384, 2048, 4096
 LABEL_NOISE = 0.2
 FREQUENCY = 1.75  # radians per deviation of the input: most of each cosine is neither constant nor linear
@@ -74,13 +74,14 @@ def data(seed: int) -> Data:
 @dataclass(frozen=True)
 class Grown:
     """`loss`: of the clean test labels. `asked`, `kept`: slots that a seed was asked for and that kept one;
-    `first`: the slot asked for first; `epochs`: from the first request to the first kept; `accepted`: gates
-    that let a seed of a slot pass, by slot."""
+    `first`: the slot asked for first; `epochs`: of the first seed kept, from its request on; `since`:
+    from the first request of any."""
 
     loss: float
     asked: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     epochs: int | None = None
+    since: int | None = None
     told: str = ""
 
     @property
@@ -155,5 +156,10 @@ def history(tamiyo: Any) -> Grown:
             asked.append((line["slot"], line["epoch"]))
         if line["to"] == Lifecycle.FOSSILIZED.name:
             kept.append((line["slot"], line["epoch"]))
-    epochs = kept[0][1] - asked[0][1] if kept else None
-    return Grown(math.nan, tuple(s for s, _ in asked), tuple(s for s, _ in kept), epochs, tamiyo.explain())
+    epochs = since = None
+    if kept:
+        slot, end = kept[0]
+        epochs = end - max(epoch for s, epoch in asked if s == slot and epoch <= end)
+        since = end - asked[0][1]
+    slots = tuple(s for s, _ in asked), tuple(s for s, _ in kept)
+    return Grown(math.nan, *slots, epochs, since, tamiyo.explain())

@@ -49,7 +49,7 @@ from runtime.seeds.surgery import Surgeon
 
 log = logging.getLogger("esper.growth")
 _NOT_COPIED = frozenset(
-    "_model listeners surgeon scaler _handles run_dir journal bans library observer".split()
+    "_model listeners surgeon scaler _handles run_dir journal bans library observer _due _sampled".split()
 )
 _TOLD = tuple("lifecycle alpha round paused fault seed_steps exec_us last_update_epoch health probe".split())
 _STATES = tuple(Lifecycle(code) for code in range(14))
@@ -85,7 +85,8 @@ class Growth:
         self.scaler: Any = None
         self.observer: Observer | None = None
         self.every = 50
-        self._sampling = False
+        self._due: dict[int, tuple[Site, ...]] = {}  # by step within `every`: who is observed
+        self._sampled: tuple[Site, ...] = ()
         self._counted = (-1, 1)  # committed grafts, parameters with them
         self.moving: tuple[Slot, ...] = ()
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
@@ -107,7 +108,7 @@ class Growth:
         made._model, made.library, made.run_dir = weakref.ref(model), self.library, None
         made.listeners, made._handles = [], []
         made.surgeon = made.scaler = made.observer = None
-        made._sampling = False
+        made._due, made._sampled = {}, ()
         made.journal, made.bans = Journal(), Bans()
         made.journal.lines = list(self.journal.lines)
         made.bans.load_state_dict(self.bans.state_dict())
@@ -170,16 +171,26 @@ class Growth:
                 log.exception("a listener failed on %s", kind)
 
     def observe(self, observer: Observer | None, every: int = 50) -> None:
-        """Install telemetry: called in one of `every` optimizer steps, beginning with the next."""
+        """Install telemetry: called for every layer in one of `every` optimizer steps, for the first of them
+        beginning with the next. They take turns, so that no step bears the cost and memory of all."""
         self.observer, self.every = observer, max(int(every), 1)
-        for site in self.sites.values():
+        self._due = {}
+        for number, site in enumerate(self.sites.values()):
             site.observer = observer
-        self._sample(observer is not None)
+            at = number * self.every // len(self.sites)
+            if observer is not None:
+                self._due[at] = (*self._due.get(at, ()), site)
+        self._take_turns()
 
-    def _sample(self, on: bool) -> None:
-        self._sampling = on
-        for site in self.sites.values():
-            site.sample(on)
+    def _take_turns(self) -> None:
+        """Choose who is observed in the next step."""
+        due = self._due.get(self.step % self.every, ())
+        if due is not self._sampled:
+            for site in self._sampled:
+                site.sample(False)
+            for site in due:
+                site.sample(True)
+            self._sampled = due
 
     # -- the optimizer
     # ---------------------------------------------------------------------------------------------------
@@ -215,8 +226,8 @@ class Growth:
         if traced.waiting():
             for site in self.sites.values():
                 traced.forget(site.key)
-        if self.observer is not None and (self.step % self.every == 0) is not self._sampling:
-            self._sample(not self._sampling)
+        if self._due or self._sampled:
+            self._take_turns()
         if self.moving:
             teaching = self.step % self.limits.held_out_every != self.limits.held_out_every - 1
             for slot in self.moving:
@@ -238,7 +249,8 @@ class Growth:
         """Called when slots were written from outside a boundary (a checkpoint): how many are in which
         state."""
         self.tally, self._snapshot = tally, None
-        self._sampling = any(site.sampling for site in self.sites.values())
+        self._sampled = tuple(site for site in self.sites.values() if site.sampling)
+        self._take_turns()
         self._told.clear()
         self.reselect()
 

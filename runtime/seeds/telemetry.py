@@ -23,6 +23,7 @@ for the device. Per chunk and sampled step, over at most `ROWS` samples:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ from runtime.seeds.state import HEALTH
 
 try:
     _native: Any = importlib.import_module("runtime._health")  # the same sums in C, where built
-    if getattr(_native, "ARGUMENTS", 1) != 2:  # built from other sources than these
+    if getattr(_native, "ARGUMENTS", 1) != 3:  # built from other sources than these
         _native = None
 except ImportError:
     _native = None
@@ -67,7 +68,7 @@ def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
 @dataclass
 class _Branch:
     """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN]
-    (both shared by layers of one width); the two halves of M per chunk; S; the mean square of
+    (bfloat16, both shared by layers of one width); the two halves of M per chunk; S; the mean square of
     the gradient per chunk; and the features of the forward that waits for its backward. Sums over sampled
     backwards."""
 
@@ -75,7 +76,7 @@ class _Branch:
     outward: Tensor
     chunks: int
     halves: Tensor  # [2, chunks, DRAWN, SEEN]
-    among: Tensor  # [DRAWN, DRAWN]
+    among: Tensor  # S, the lower triangle row by row
     power: Tensor  # [chunks]
     waiting: Tensor | None = None
 
@@ -83,7 +84,7 @@ class _Branch:
         """A run of chunks of standardised activations [samples, chunks, f]: its part of the projection."""
         width = unit.shape[1] * unit.shape[2]
         before = 0 if restart else self._seen
-        part = unit.flatten(1) @ self.inward[before : before + width]
+        part = unit.flatten(1) @ self.inward[before : before + width].float()
         self.waiting = part if restart or self.waiting is None else self.waiting + part
         self._seen = before + width
 
@@ -106,11 +107,12 @@ class _Branch:
         phi = phi - phi.mean(0)
         pairs = picked.shape[0] // 2
         many = max(2 * pairs, 1)
-        self.among.addmm_(phi[: 2 * pairs].T, phi[: 2 * pairs], alpha=1.0 / many)
+        used = phi[: 2 * pairs]
+        self.among.add_((used.T @ used)[*_triangle(flat.device)], alpha=1.0 / many)
         halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
             g = picked[: 2 * pairs, low:high].reshape(2 * pairs, end - first, -1).transpose(0, 1)
-            seen = torch.bmm(g, self.outward[low:high].view(end - first, g.shape[2], -1))
+            seen = torch.bmm(g, self.outward[low:high].float().view(end - first, g.shape[2], -1))
             seen = seen.view(end - first, pairs, 2, -1).permute(2, 0, 1, 3)  # [2, chunks, pairs, SEEN]
             both = torch.matmul(halves.transpose(1, 2).unsqueeze(1), seen)
             self.halves[:, first:end].add_(both, alpha=share)
@@ -119,8 +121,10 @@ class _Branch:
     def explained(self) -> tuple[Tensor, Tensor]:
         """Gain and alignment per chunk; nothing waits for the device."""
         first, second = self.halves.unbind(0)  # [chunks, DRAWN, SEEN]
-        ridge = RIDGE * self.among.diagonal().mean() + TINY
-        whole = self.among + ridge * torch.eye(DRAWN, device=self.among.device)
+        whole = self.among.new_zeros(DRAWN, DRAWN)
+        lower, left = _triangle(whole.device)
+        whole[lower, left] = whole[left, lower] = self.among
+        whole.diagonal().add_(RIDGE * whole.diagonal().mean() + TINY)
         both = torch.cat((first, second), 2)
         fit = torch.linalg.solve_ex(whole, both)[0]
         one, two = fit.split(first.shape[2], 2)
@@ -217,9 +221,9 @@ class HealthObserver:
             generator = torch.Generator().manual_seed(self.seed)
             inward = torch.randn(features, DRAWN, generator=generator) / math.sqrt(features)
             outward = torch.randn(features, seen, generator=generator) / math.sqrt(seen)
-            self._directions[key] = inward.to(device), outward.to(device)
+            self._directions[key] = inward.bfloat16().to(device), outward.bfloat16().to(device)
         halves = torch.zeros(2, chunks, DRAWN, seen, device=device)
-        among = torch.zeros(DRAWN, DRAWN, device=device)
+        among = torch.zeros(DRAWN * (DRAWN + 1) // 2, device=device)
         return _Branch(*self._directions[key], chunks, halves, among, torch.zeros(chunks, device=device))
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,6 +244,13 @@ class HealthObserver:
             for kept in _KEPT:
                 getattr(branch, kept).copy_(saved[kept])
             self._branches[name] = branch
+
+
+@functools.lru_cache(8)
+def _triangle(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the lower triangle of S."""
+    lower, left = torch.tril_indices(DRAWN, DRAWN).to(device)
+    return lower, left
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.growing import planted
+from bench.growing import crowd, planted
 
 
 def line(seed: int, kind: str, untouched: float, grown: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -70,3 +72,35 @@ def test_a_file_goes_on_until_every_kind_has_its_trials(
     before = len(made)
     assert planted.run(out, library, 0, 8) == [json.loads(t) for t in out.read_text().splitlines()]
     assert len(made) == before
+
+
+def fine(number: int) -> int:
+    return 2 * number
+
+
+def breaks() -> None:
+    raise ValueError("no")
+
+
+def dies() -> None:
+    os._exit(3)
+
+
+def test_a_job_that_breaks_or_dies_costs_the_others_nothing() -> None:
+    jobs: dict[str, crowd.Job] = {
+        "a": (fine, (1,)),
+        "bad": (breaks, ()),
+        "dead": (dies, ()),
+        "b": (fine, (2,)),
+    }
+    gave, broke = crowd.together(jobs, 2)
+    assert gave == {"a": 2, "b": 4}
+    assert broke == {"bad": "ValueError: no", "dead": "its process died"}
+    assert crowd.together({"late": (fine, (1,))}, 1, 0.0)[1] == {"late": "not done after 0 s"}
+
+
+def test_jobs_have_seeds_of_their_own_and_all_the_trials() -> None:
+    jobs = [arguments for _, arguments in planted.jobs(Path("/nowhere"), 7, 10).values()]
+    assert [many for _, _, _, many in jobs] == [4, 3, 3]
+    starts = [start for _, _, start, _ in jobs]
+    assert all(b - a >= planted.MOST_SEEDS for a, b in itertools.pairwise(starts))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import runtime
 from runtime.seeds import telemetry
 from runtime.seeds.facts import SlotFacts
 from runtime.seeds.health import health_of
@@ -217,3 +218,46 @@ def test_the_sums_in_c_are_those_of_torch(shape: tuple[int, int, int], monkeypat
         found.append((site.state.device["health"].clone(), observer._branches["layer"].halves))
     assert found[0][0].abs().sum() > 1 and found[0][1].abs().sum() > 0
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_take_turns_and_each_has_its_own() -> None:
+    model = runtime.wrap(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), "*")
+    growth = runtime.growth_of(model)
+    growth.observe(HealthObserver(), every=8)
+    for step in range(16):
+        seen = [number for number, site in enumerate(growth.sites.values()) if site.sampling]
+        assert seen == ([step % 8 // 2] if step % 2 == 0 else [])
+        model(torch.randn(4, 8)).sum().backward()
+        growth.tick()
+    assert [site.state.device["health"][0, 0].item() for site in growth.sites.values()] == [2.0] * 4
+    growth.observe(None)
+    assert not any(site.sampling for site in growth.sites.values())
+
+
+def test_more_layers_than_steps() -> None:
+    model = runtime.wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))), "*")
+    growth = runtime.growth_of(model)
+    growth.observe(HealthObserver(), every=1)
+    for _ in range(3):
+        assert all(site.sampling for site in growth.sites.values())
+        model(torch.randn(4, 4)).sum().backward()
+        growth.tick()
+    assert [site.state.device["health"][0, 0].item() for site in growth.sites.values()] == [3.0] * 5
+
+
+def test_the_gain_is_the_share_that_features_explain() -> None:
+    """A gradient that is a feature plus noise of the same size: half of it."""
+    torch.manual_seed(0)
+    site, observer = FakeSite("layer", 1), HealthObserver()
+    columns = site.state.device["health"]
+    for _ in range(100):
+        h = torch.randn(128, 16)
+        observer.activation(site, h, columns)
+        phi = torch.relu(h @ observer._branches["layer"].inward[:, :1].float())
+        signal = (phi - phi.mean()) / phi.std()
+        g = (signal + torch.randn(128, 1)) * torch.ones(16) / 128
+        observer.gradient(site, g, columns)
+    observer.close_epoch({"layer": site})
+    row = dict(zip(HEALTH, columns[0].tolist(), strict=True))
+    assert row["gain"] == pytest.approx(0.5, abs=0.06)
+    assert row["alignment"] > 0.9
