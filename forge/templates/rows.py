@@ -364,16 +364,18 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         stmts.append(Store(len(accesses) - 1, names[node_id]))
     tile = SumTile(1, 1024, 1)
     if given.target.kind != "cpu":
-        tile = _sum_tile(parts.value(given.sizes), cols.value(given.sizes))
+        words = sum(max(_dtype(given, n).itemsize // 4, 1) for n in given.body.partials)
+        tile = _sum_tile(parts.value(given.sizes), cols.value(given.sizes), words)
     return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, tile.block_cols), suffix="_sum")
 
 
-def _sum_tile(parts: int, cols: int) -> SumTile:
+def _sum_tile(parts: int, cols: int, words: int) -> SumTile:
     """Some hundred programs where there are columns for them (at least 32 bytes each), and a block of partial
-    rows that leaves few steps: each waits for memory.
+    rows that leaves few steps: each waits for memory. `words` of 4 bytes are added up for each of them.
     """
     wide = min(max(next_pow2(cols // 128), 8), 32)
-    block = min((4096 if parts * wide <= 8192 else 16384) // wide, next_pow2(max(parts, 1)))
+    most = 4096 if parts * wide <= 8192 else max(16384 // next_pow2(words), 4096)
+    block = min(most // wide, next_pow2(max(parts, 1)))
     return SumTile(block, wide, min(max(block * wide // 512, 1), 8 if block * wide <= 4096 else 16))
 
 
