@@ -228,8 +228,12 @@ def _off(result: Tensor, exact: Tensor) -> Tensor:
 
 
 def _rms_of(pieces: Sequence[Tensor]) -> float:
-    total = sum(_rms(p) ** 2 * p.numel() for p in pieces)
-    return math.sqrt(total / sum(p.numel() for p in pieces)) if len(pieces) > 1 else _rms(pieces[0])
+    each = [_rms(p) for p in pieces]
+    top = max(each)
+    if len(pieces) == 1 or not 0.0 < top < math.inf:
+        return top
+    total = sum((one / top) ** 2 * p.numel() for one, p in zip(each, pieces, strict=True))  # no overflow
+    return top * math.sqrt(total / sum(p.numel() for p in pieces))
 
 
 def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:

@@ -28,7 +28,7 @@ ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Largest tensor of the largest case: what a reference in float64 computes in a fraction of a second."""
 SWEPT = {"cpu": 1 << 19, "cuda": 1 << 20}
 """Largest tensor of the many cases; an eighth of that in a hurry."""
-SCORES_SHARE = 16
+SCORES_SHARE = 4
 """So many scores of attention, which only a reference writes down, count as one element."""
 SIZES = (1, 2, 3, 7, 16, 17, 31, 61, 64, 65, 127, 251, 256, 509, 1021, 4093)
 BASE, BASE_ELEMENTS, BASE_WORK = 48, 1 << 14, 1 << 24

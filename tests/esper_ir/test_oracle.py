@@ -13,6 +13,7 @@ from esper_ir.oracle import (
     BOUNDS,
     DRAWS,
     LAYOUTS,
+    PIECE,
     accumulation_length,
     battery,
     compare,
@@ -152,3 +153,13 @@ def test_a_lucky_row_of_eager_does_not_condemn_a_second_rounding() -> None:
     worse = rows[0].clone()
     worse[0, 40] = 4.5
     assert not compare(worse, *rows[1:], 1, DType.bfloat16).passed
+
+
+def test_errors_whose_squares_overflow_are_judged_in_pieces_too() -> None:
+    """More elements than one piece holds, float64 at 1e200 (the gradient of a score of an infinite key)."""
+    exact = torch.full((3, PIECE // 2), 1e200, dtype=torch.float64)
+    got = exact.clone()
+    got[-1] *= 1.5
+    assert compare(exact, exact, exact, 1, DType.float64).passed
+    found = compare(got, exact, exact, 1, DType.float64)
+    assert not found.passed and "RMSE 2.887e+199" in found.reason
