@@ -327,17 +327,17 @@ def trap(folder: str, hosts: int = 20, epochs: int = 14) -> dict[str, Any]:
     """No-op seeds asked for at epoch 1 beside hosts that learn fast: which gates they passed. A fixed
     function has no incubation, so G2 is asked of the trainable one alone; alpha is nothing to a no-op, so G3
     may pass. `folder` gets a library of its own."""
-    passed = dict.fromkeys(GATES_OF_TRAP, 0)
-    fell = []
     with artifacts.stocked(Path(folder), ()) as library:
-        for name, artifact in traps(library, Path(folder)).items():
-            for seed in range(hosts // 2):
-                fell_by, moves = _trapped(library, name, artifact, seed, epochs)
-                fell.append(fell_by)
-                for gate, move in GATES_OF_TRAP.items():
-                    passed[gate] += move in moves
-    facts = {"hosts": hosts, "hosts_loss_fell_by": statistics.median(fell)}
-    return {f"trap_passed_{gate}": figure(count, "seeds", 0, **facts) for gate, count in passed.items()}
+        found = [
+            _trapped(library, name, artifact, seed, epochs)
+            for name, artifact in traps(library, Path(folder)).items()
+            for seed in range(hosts // 2)
+        ]
+    facts = {"hosts": hosts, "hosts_loss_fell_by": statistics.median(fell for fell, _ in found)}
+    return {
+        f"trap_passed_{gate}": figure(sum(move in moves for _, moves in found), "seeds", 0, **facts)
+        for gate, move in GATES_OF_TRAP.items()
+    }
 
 
 def _trapped(
