@@ -51,9 +51,7 @@ def parse_json(data: bytes | memoryview, limits: JsonLimits = DEFAULT_LIMITS) ->
         raise fail("E0735", f"JSON text of {len(raw)} bytes exceeds the limit of {limits.max_bytes}")
     _check_depth(raw, limits.max_depth)
     try:
-        return json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite
-        )
+        return _strict(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise fail("E0734", f"not valid JSON: {error}") from error
 
@@ -86,3 +84,7 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"number {text[:40]} is out of range")
     return value
+
+
+# Made once: json.loads makes a decoder for every text that it reads with hooks.
+_strict = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite).decode

@@ -140,13 +140,33 @@ bool execute(const Plan& plan, std::vector<Tensor>& slots, Shared& shared) {
 
 /* -- from Python ---------------------------------------------------------------------------------------------- */
 
+/* Whether a part before reads, writes or clears the slot. */
+bool touched(const Plan& plan, int64_t slot) {
+    for (const Part& p : plan.parts) {
+        if (p.call) {
+            for (auto* side : {&p.call->inputs, &p.call->outs})
+                for (const View& v : *side)
+                    if (v.slot == slot) return true;
+            continue;
+        }
+        for (int64_t i = 0; i < p.run->nzeros; i++)
+            if (p.run->zeros[3 * i] == slot) return true;
+        for (int64_t i = 0; i < p.run->nsteps; i++) {
+            const step& s = p.run->steps[i];
+            for (int64_t a = 0; a < s.grid[3]; a++)
+                if (s.args[2 * a] && p.run->places[2 * s.args[2 * a + 1]] == slot) return true;
+        }
+    }
+    return false;
+}
+
 /* Whether the call fits; what the library brings is not set aside before. */
 bool add_call(std::unique_ptr<Call> call, size_t given, Plan& plan) {
     for (auto* side : {&call->inputs, &call->outs})
         for (const View& v : *side)
             if (v.slot < 0 || v.slot >= plan.slots) return false;
     for (const View& v : call->outs)
-        if (v.slot >= (int64_t)given && v.whole && call->makes && !call->shaped)
+        if (v.slot >= (int64_t)given && v.whole && call->makes && !call->shaped && !touched(plan, v.slot))
             plan.fresh[v.slot - given].late = true;
     plan.calls = true;
     plan.launches += (int64_t)(call->pair ? 2 : 1);

@@ -171,7 +171,9 @@ class _Attention:
                 g, q, k, v, out, lse, 0.0, self.causal, scale=self.scale
             )
         most = (q.shape[-2], k.shape[-2])
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty(
+            (), dtype=torch.int64, device=q.device
+        )  # without dropout torch's kernels read none
         if kind == FLASH:
             return aten._scaled_dot_product_flash_attention_backward(
                 g, q, k, v, out, lse, None, None, *most, 0.0, self.causal, seed, seed, scale=self.scale
@@ -181,7 +183,8 @@ class _Attention:
                 g, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, *most, 0.0, self.causal,
                 scale=self.scale,
             )  # fmt: skip
-        padded = functional.pad(lse, (0, -lse.shape[-1] % 32))
+        missing = -lse.shape[-1] % 32
+        padded = functional.pad(lse, (0, missing)) if missing else lse
         mask = [True, True, True, False]
         return aten._scaled_dot_product_efficient_attention_backward(
             g, q, k, v, None, out, padded, seed, seed, 0.0, mask, self.causal, scale=self.scale

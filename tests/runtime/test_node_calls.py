@@ -294,6 +294,22 @@ def test_what_only_python_can_is_left_to_it(put: Put) -> None:
     assert node.perform(call, [q, q, q, torch.empty_like(q)]) is None
 
 
+def test_a_result_comes_into_memory_that_a_kernel_used_before(put: Put) -> None:
+    """What a call brings is otherwise not set aside before it."""
+    shape = ("rows", a.N)
+    buffers = (a.X, a.W, a.Y, Buffer("places", "temp", 0, "int64", shape))
+    steps = (
+        a.step("scale", "forward_general", a.args(0, 1, 2, "rows"), "rows"),
+        ExternStep("sort", "sort", (View(0),), (View(2), View(3)), {"dim": 1, "descending": False}),
+    )
+    plan = Plan("inference", (), (), buffers, steps, outputs=(2,))
+    block = runtime.load(put(LaunchManifest(a.INTERFACE, (plan,), a.KERNELS)), functional=True)
+    x, w = torch.randn(5, a.N), torch.randn(a.N)
+    for _ in range(3):
+        assert torch.equal(block(x, w), x.sort(1).values)
+    assert block._state.launched() == 4
+
+
 def test_a_result_is_adopted_only_where_it_fits(put: Put) -> None:
     """One that lies otherwise in memory is copied into place."""
     x, w = torch.randn(1, 4, 5, 5), torch.randn(6, 4, 3, 3)
