@@ -35,7 +35,7 @@ LAYERS = 4
 ROWS = {64: 64, 512: 128, 1024: 128}
 TARGET = {64: 5.0}  # percent; wider layers
 WIDE = 1.0
-ROUNDS = {64: 60, 512: 18, 1024: 8}  # wide layers take long and scatter little
+ROUNDS = {64: 60, 512: 12, 1024: 6}  # wide layers take long and scatter little
 BUILDS = {"eager": 3, "compiled": 1}
 DRAWS = 2000
 MEMORY = 5.0  # percent of the model
@@ -94,18 +94,20 @@ def turn(step: Step, device: torch.device) -> float:
 
 
 def rounds(steps: Mapping[str, Step], device: torch.device, many: int) -> list[dict[str, float]]:
-    """Seconds of each side, round by round; who goes first changes from turn to turn. One round before them
-    is not counted."""
+    """Seconds of each side, round by round; who goes first changes from turn to turn. A turn of each
+    before them is not counted."""
     found: list[dict[str, float]] = []
     order = list(steps)
-    for _ in range(many + 1):
+    for step in steps.values():
+        turn(step, device)
+    for _ in range(many):
         spent = dict.fromkeys(steps, 0.0)
         for _ in range(EVERY // TURN):
             for name in order:
                 spent[name] += turn(steps[name], device)
             order = order[1:] + order[:1]
         found.append(spent)
-    return found[1:]
+    return found
 
 
 def percent(found: list[dict[str, float]], name: str) -> dict[str, float]:
