@@ -90,7 +90,9 @@ class Hunt:
         `always`.
         """
         good = self.good()
-        if len(good) < 2 or (good[0].tile == self.prior and not always):
+        if not always and (len(good) < 2 or good[0].tile == self.prior):
+            return []
+        if always and not any(t.tile == self.prior for t in good):
             return []
         return [self.prior, *(t.tile for t in good[:count] if t.tile != self.prior)]
 
