@@ -198,17 +198,20 @@ class Seat:
         """Running statistics and the like: once per step, so not while a backward recomputes this forward."""
         if not _is_compiling() and recomputing():
             return
-        for name, at in self.updates.items():
+        buffers: list[Tensor] = []
+        counts: list[Tensor] = []
+        for name in self.updates:
             path, _, last = name.rpartition(".")
             owner = module.get_submodule(path)
-            buffer = getattr(owner, last)
-            with torch.no_grad():
-                buffer.copy_(outputs[at].reshape(buffer.shape))
-                if (
-                    last == "running_mean"
-                    and (steps := owner._buffers.get("num_batches_tracked")) is not None
-                ):
-                    steps.add_(1)  # torch's norms count beside their statistics, and no blueprint reads it
+            buffers.append(getattr(owner, last))
+            steps = owner._buffers.get("num_batches_tracked")
+            if last == "running_mean" and steps is not None:
+                counts.append(steps)  # torch's norms count beside their statistics, and no blueprint reads it
+        with torch.no_grad():  # all at once: a launch for each would cost as much as the block
+            values = [outputs[at] for at in self.updates.values()]
+            torch._foreach_copy_(buffers, [v.reshape(b.shape) for b, v in zip(buffers, values, strict=True)])
+            if counts:
+                torch._foreach_add_(counts, 1)
 
     def report(self) -> dict[str, Any]:
         """The block's report, and what answers in its place."""
