@@ -7,7 +7,7 @@ order. The number of partial rows depends on the number of rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,6 +58,7 @@ PROGRAMS = 128
 # sum grows
 # with the root of its length, and eager's own sums are trees.
 ADDED_ROWS = 16
+FEW_ROWS = 1024  # at most, added in one kernel
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,9 @@ def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
 
 
 def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
+    summed = _summed(given, space, accesses)
+    if summed:
+        return Lowered("rows", (_second_stage(given, space[0], space[-1], summed),))
     tile = given.choose(space, accesses, _tile(given, space, accesses))
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
@@ -324,12 +328,36 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
     return Lowered("rows", tuple(steps), temps)
 
 
+def _summed(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> dict[str, Access]:
+    """What is added down few rows, by reduction, where the group does nothing else: partial rows of it would be
+    a kernel for nothing.
+    """
+    ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
+    high = space[0].bounds(ranges)[1]
+    few = given.target.kind != "cpu" and len(space) == 2 and high is not None and high <= FEW_ROWS
+    loads = {s.name: accesses[s.access] for s in given.body.stmts if isinstance(s, Load) and not s.row}
+    sums = {s.name: s.arg for s in given.body.stmts if isinstance(s, Reduce) and s.axis == "col"}
+    stores = [s for s in given.body.stmts if isinstance(s, Store)]
+    nothing = len(loads) + len(sums) + len(stores) == len(given.body.stmts)
+    plain = all(a.buffer != INDEX and not a.windows for a in loads.values())
+    if not (few and nothing and plain and sums.keys() == {s.value for s in stores}):
+        return {}
+    found = {accesses[s.access].buffer: loads.get(sums[s.value]) for s in stores}
+    made = {node: found.get(buffer) for node, buffer in given.body.partials.items()}
+    kept = {node: access for node, access in made.items() if access is not None}
+    return kept if len(kept) == len(made) else {}
+
+
 def _dtype(given: RowsInput, node: str) -> DType:
     return given.graph.types[given.graph.by_output[node].tensors[0]].dtype.compute
 
 
-def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
-    """All partial workspaces of the group in one kernel, with the pointwise work that follows them."""
+def _second_stage(
+    given: RowsInput, parts: Dim, cols: Dim, summed: Mapping[str, Access] | None = None
+) -> Launch:
+    """All partial workspaces of the group in one kernel, or what is `summed` in their place, with the
+    pointwise work that follows them.
+    """
     accesses: list[Access] = []
     stmts: list[Stmt] = []
     names: dict[str, str] = {}
@@ -347,7 +375,8 @@ def _second_stage(given: RowsInput, parts: Dim, cols: Dim) -> Launch:
         node = given.graph.by_output[node_id]
         low = OPS[node.op].lowering
         assert isinstance(low, Reduction)
-        accesses.append(Access(buffer, _dtype(given, node_id), (cols, ONE)))
+        own = Access(buffer, _dtype(given, node_id), (cols, ONE))
+        accesses.append((summed or {}).get(node_id, own))
         loaded = add(partial(_load, len(accesses) - 1))
         wider = given.target.kind == "cpu" and _dtype(given, node_id).is_floating
         if wider:

@@ -171,6 +171,18 @@ def test_norm_keeps_one_number_a_row() -> None:
     assert [types[n].shape[-1] for n in kept] == [Dim.of(1)] and len(kept) == 1
 
 
+@pytest.mark.parametrize(("most", "kernels"), [(64, 1), (1 << 20, 4)])
+def test_few_rows_are_added_in_one_kernel(most: int, kernels: int) -> None:
+    """A mean, a sum in a narrower type and an extremum; many rows leave partial rows first, of each operand."""
+    b = Builder("few")
+    b.dim("rows", max=most, tune=(min(most, 4096),))
+    x, y = b.input("x", "float32", ["rows", 5, 8]), b.input("y", "bfloat16", ["rows", 5, 8])
+    outs = [b.mean(x, dims=[0]), b.sum(y, dims=[0]), b.op("amax", x, dims=[0])]
+    work = check(b.build(*outs, differentiable=[]), {"rows": 37}, "h100")
+    (low,) = work.lowerings
+    assert len(low.plan.steps) == kernels
+
+
 def test_products_in_a_row_are_one_kernel_forward_and_backward() -> None:
     work = example("small_mlp")
     for name in ("inference", "forward"):
