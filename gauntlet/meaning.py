@@ -168,7 +168,7 @@ def shaken(
         return torch.where(held, value, moved(value, count, least))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        if not _rounds(node):
+        if not _rounds(node) and not (declared and _narrows(graph, node)):
             return made
         types = [graph.types[name].dtype if declared else None for name in node.outputs]
         count = oracle.terms(graph, node, sizes)
@@ -199,6 +199,15 @@ def _rounds(node: Node) -> bool:
     if isinstance(lowering, Pointwise):
         return node.op not in EXACT
     return not isinstance(lowering, Movement | Creation | Lookup)
+
+
+def _narrows(graph: Graph, node: Node) -> bool:
+    """A cast to a type with fewer digits."""
+    if node.op != "cast":
+        return False
+    given, made = (graph.types[name].dtype for name in (node.tensors[0], node.outputs[0]))
+    known = oracle.BOUNDS
+    return given in known and made in known and known[made].roundoff > known[given].roundoff
 
 
 def _leaf(subject: Subject, tensor: Tensor, precision: Precision, wanted: bool) -> Tensor:
