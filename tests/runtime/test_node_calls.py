@@ -69,17 +69,17 @@ def test_a_call_gives_what_python_gives(op: OpDef, sample: Sample, device: str) 
         torch.testing.assert_close(found, want.contiguous(), rtol=slack, atol=slack, equal_nan=True)
 
 
-def attention() -> LaunchManifest:
+def attention(dtype: str = "float32", length: int = 6, width: int = 8) -> LaunchManifest:
     """Calls only: whatever the library brings takes its slot."""
-    shape, rows, attrs = ("rows", 2, 6, 8), ("rows", 2, 6), {"is_causal": True, "scale": 0.4}
-    feeds = [Buffer(n, "input", i, "float32", shape) for i, n in enumerate("qkv")]
-    y, lse = Buffer("y", "output", 0, "float32", shape), Buffer("lse", "temp", 0, "float32", rows)
+    shape, attrs = ("rows", 2, length, width), {"is_causal": True, "scale": 0.4}
+    feeds = [Buffer(n, "input", i, dtype, shape) for i, n in enumerate("qkv")]
+    y, lse = Buffer("y", "output", 0, dtype, shape), Buffer("lse", "temp", 0, "float32", shape[:3])
     ahead = tuple(View(i) for i in range(3))
     call = ExternStep("y", "attention", ahead, (View(3),), attrs)
     saving = replace(call, outs=(View(3), View(4)))
     kept = [replace(b, source="saved", index=i) for i, b in enumerate((*feeds, y, lse))]
-    flow = Buffer("g", "cotangent", 0, "float32", shape)
-    grads = [Buffer(f"d{n}", "gradient", i, "float32", shape) for i, n in enumerate("qkv")]
+    flow = Buffer("g", "cotangent", 0, dtype, shape)
+    grads = [Buffer(f"d{n}", "gradient", i, dtype, shape) for i, n in enumerate("qkv")]
     back = ExternStep(
         "d", "attention_grad", (View(5), *map(View, range(5))), tuple(map(View, (6, 7, 8))), attrs
     )
@@ -89,8 +89,8 @@ def attention() -> LaunchManifest:
         Plan("backward", (), ("q", "k", "v"), (*kept, flow, *grads), (back,), gradients=(6, 7, 8)),
     )
     interface = Interface(
-        inputs=tuple(TensorSpec(n, "input", "float32", shape) for n in "qkv"),
-        outputs=(TensorSpec("y", "output", "float32", shape),),
+        inputs=tuple(TensorSpec(n, "input", dtype, shape) for n in "qkv"),
+        outputs=(TensorSpec("y", "output", dtype, shape),),
         dims=(DimSource("rows", 1, 1000, 1, (16,), 0, 0),),
         differentiable=("q", "k", "v"),
     )
@@ -331,3 +331,47 @@ def test_a_step_costs_less_there(both: Pair) -> None:
     }
     found = timing.cpu_times(work, rounds=40, at_least_us=300)
     assert min(found["node"].samples) < 0.85 * min(found["python"].samples), found
+
+
+CARD = {"name": "h100", "kind": "cuda", "arch": "sm_90a", "match": "exact"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_on_a_card(put: Put, dtype: str) -> None:
+    """By whichever kernel torch chooses, in a graph of CUDA too."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the artifact is for sm_90a")
+    launch = replace(attention(dtype, 128, 64), kernels=())
+    name = put(launch, target=CARD)
+    block, plain = (runtime.load(name, functional=True) for _ in range(2))
+    plain._state.node = None
+    generator = torch.Generator("cuda").manual_seed(0)
+    kind = getattr(torch, dtype)
+    q, k, v, g = (
+        torch.randn(3, 2, 128, 64, generator=generator, device="cuda", dtype=kind) for _ in range(4)
+    )
+    given = [t.requires_grad_() for t in (q, k, v)]
+
+    def both_ways(made: runtime.Block) -> list[Tensor]:
+        y = made(*given)
+        return [y, *torch.autograd.grad(y, given, g)]
+
+    def check(found: list[Tensor], want: list[Tensor]) -> None:
+        for one, other in zip(found, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+    want = both_ways(plain)
+    check(both_ways(block), want)
+    assert launched(block, lambda: check(both_ways(block), want)) == 2
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both_ways(block)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both_ways(block)
+    graph.replay()
+    torch.cuda.synchronize()
+    check(captured, want)
