@@ -34,6 +34,9 @@ from library.store import Library
 from runtime.sandbox import levels_here
 
 
+SHORT = "E0549"
+
+
 @dataclass(frozen=True)
 class CompileResult:
     """One artifact as stored. `seconds` by step of the pipeline and "total"; `kernels` and `externs` count
@@ -173,7 +176,7 @@ def _untimed(work: Work) -> tuple[str, ...]:
     if why := work.trials.get("untimed"):
         out.append(f"untimed: {why}; `esper-forge tune` measures it where it is")
     if short := work.trials.get("short"):
-        few = f"E0549: the budget was used up before other tiles of {len(short)} groups were tried"
+        few = f"{SHORT}: the budget was used up before other tiles of {len(short)} groups were tried"
         out.append(f"{few}; `esper-forge tune` goes on with a larger --budget")
     if unkept := work.trials.get("unkept"):
         out.append(f"measurements were not kept: {unkept}")
