@@ -33,7 +33,6 @@ from library.canon import canonical_json
 from library.store import Library
 from runtime.sandbox import levels_here
 
-
 SHORT = "E0549"
 
 
