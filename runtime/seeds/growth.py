@@ -96,7 +96,16 @@ class Growth:
         self.queue.seen(line["command"]["command_id"] for line in self.journal.lines if "command" in line)
         for site in self.sites.values():
             site.loss_scale = self.loss_scale
-            site.radius, site.every = limits.trust_radius, limits.held_out_every
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+        for site in self.sites.values():  # what seeds learn by is what gates ask for
+            site.radius = limits.trust_radius
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Growth:
         """Goes with a copy of the whole model; it has no optimizer and no files, and nobody listens."""
@@ -174,12 +183,15 @@ class Growth:
         """Install telemetry: called for every layer in one of `every` optimizer steps, for the first of them
         beginning with the next. They take turns, so that no step bears the cost and memory of all."""
         self.observer, self.every = observer, max(int(every), 1)
-        self._due = {}
-        for number, site in enumerate(self.sites.values()):
+        for site in self.sites.values():
             site.observer = observer
+        self._begin_turns()
+
+    def _begin_turns(self) -> None:
+        self._due = {}
+        for number, site in enumerate(self.sites.values() if self.observer is not None else ()):
             at = number * self.every // len(self.sites)
-            if observer is not None:
-                self._due[at] = (*self._due.get(at, ()), site)
+            self._due[at] = (*self._due.get(at, ()), site)
         self._take_turns()
 
     def _take_turns(self) -> None:
@@ -250,7 +262,7 @@ class Growth:
         state."""
         self.tally, self._snapshot = tally, None
         self._sampled = tuple(site for site in self.sites.values() if site.sampling)
-        self._take_turns()
+        self._begin_turns()
         self._told.clear()
         self.reselect()
 

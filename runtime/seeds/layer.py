@@ -167,7 +167,7 @@ class Site:
         self.slots = tuple(Slot(self, i) for i in range(slots))
         place = next((t.device for t in module.parameters()), torch.device("cpu"))
         self.state = StateTensor(slots, place)
-        self.radius, self.every = radius, 5
+        self.radius = radius
         self.spec: Spec | None = None
         self.observer: Observer | None = None
         self.sampling = False

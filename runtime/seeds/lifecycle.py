@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
+from runtime.seeds.errors import fail
+
 
 class Lifecycle(IntEnum):
     """Codes as they stand in the state tensor."""
@@ -246,6 +248,15 @@ class GateRecord:
         return {**self.__dict__, "checks": [dict(c.__dict__) for c in self.checks]}
 
 
+_LEAST: Mapping[str, float] = {
+    "concurrent": 0, "grafting_locks": 0, "planned_epochs": 1, "deadline_fraction": 0.0, "deadline_least": 1,
+    "embargo_epochs": 0, "trust_radius": 1e-9, "min_training_steps": 0,
+    "held_out_every": 2,  # of one step in one, none would teach
+    "ramp_steps": 1, "settle_steps": 0, "most_progress": 1, "seed_clip": 1e-9, "loss_sigmas": 0.0,
+    "loss_window": 2, "checkpoints": 1,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Limits:
     """Every threshold and default of the growth side, in one place; YAML may set each by its name."""
@@ -282,6 +293,13 @@ class Limits:
     loss_sigmas: float = 6.0  # the trainer rolls back beyond
     loss_window: int = 50  # steps of the trainer's window
     checkpoints: int = 5  # good ones kept
+
+    def __post_init__(self) -> None:
+        """E1013 for a number that no run could go on with."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not value >= least:
+                raise fail("E1013", f"limits.{name}={value!r}", node=name, hint=f"at least {least:g}")
 
     def deadline(self) -> int:
         """Epochs that a waiting state may last."""

@@ -241,6 +241,8 @@ class HealthObserver:
             if site is None or len(site.slots) != saved["halves"].shape[1]:
                 continue
             branch = self._fresh(int(saved["features"]), len(site.slots), site.state.place)
+            if any(n not in saved or saved[n].shape != getattr(branch, n).shape for n in _KEPT):
+                continue  # of a version that kept other sums: this site's averages begin anew
             for kept in _KEPT:
                 getattr(branch, kept).copy_(saved[kept])
             self._branches[name] = branch

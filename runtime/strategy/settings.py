@@ -45,7 +45,7 @@ class SiteSettings:
     min_score: float = 3.0
     gain_weight: float = 6.0
     min_alignment: float = 0.2
-    min_gain: float = 0.01
+    min_gain: float = 0.001
     recovered: float = 0.25
     min_samples: int = 4
     memory: float = 0.7

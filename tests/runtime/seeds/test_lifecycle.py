@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from itertools import product
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import runtime
+from esper_ir.diagnostics import EsperError
 from runtime.seeds.applying import enter
 from runtime.seeds.lifecycle import (
     GATES,
@@ -26,6 +30,7 @@ from runtime.seeds.lifecycle import (
     choose,
     legal,
 )
+from runtime.strategy.settings import settings_of
 from tests.runtime.seeds.garden import LIMITS, Bed, validate
 
 S = Lifecycle
@@ -277,3 +282,24 @@ def test_a_soft_cull_turns_a_ramp_round(ids: dict[str, str]) -> None:
     assert alpha > falling[0] > falling[1] > falling[2] == 0.0
     bed.growth.commit()
     assert bed.slot.state is S.EMBARGOED
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"held_out_every": 0}, {"held_out_every": 1}, {"checkpoints": 0}, {"trust_radius": 0.0},
+              {"ramp_steps": -1}, {"loss_window": 0}, {"trust_radius": float("nan")}],
+)  # fmt: skip
+def test_limits_that_no_run_could_go_on_with(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(EsperError) as found:
+        Limits(**wrong)
+    assert found.value.code == "E1013" and name in found.value.message
+    with pytest.raises(EsperError):
+        settings_of({"limits": wrong})
+
+
+def test_a_controllers_limits_are_what_seeds_learn_by() -> None:
+    model = runtime.wrap(nn.Sequential(nn.Linear(8, 8)), "0")
+    growth = runtime.growth_of(model)
+    growth.limits = replace(growth.limits, trust_radius=0.05)
+    assert [site.radius for site in growth.sites.values()] == [0.05]
+    assert runtime.growth_of(copy.deepcopy(model)).limits.trust_radius == 0.05

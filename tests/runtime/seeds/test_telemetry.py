@@ -261,3 +261,30 @@ def test_the_gain_is_the_share_that_features_explain() -> None:
     row = dict(zip(HEALTH, columns[0].tolist(), strict=True))
     assert row["gain"] == pytest.approx(0.5, abs=0.06)
     assert row["alignment"] > 0.9
+
+
+def test_sums_of_another_version_are_left_out() -> None:
+    site, observer = FakeSite("a", 2), HealthObserver()
+    observer.activation(site, torch.randn(32, 8), site.state.device["health"])
+    old = {"a": {"halves": torch.zeros(2, 2, 16, 4), "scale": torch.ones(3), "features": 8}}
+    resumed = HealthObserver()
+    resumed.load_state_dict(old, {"a": site})
+    assert not resumed._branches
+    resumed.load_state_dict(observer.state_dict(), {"a": site})
+    assert list(resumed._branches) == ["a"]
+
+
+def test_turns_follow_a_checkpoint_with_another_stride() -> None:
+    model = runtime.wrap(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))), "*")
+    growth = runtime.growth_of(model)
+    model(torch.randn(4, 8))
+    growth.observe(HealthObserver(), every=6)
+    for _ in range(3):
+        growth.tick()
+    held = growth.state_dict()
+    growth.observe(growth.observer, every=2)
+    growth.load_state_dict(held)
+    for step in range(3, 9):
+        seen = [number for number, site in enumerate(growth.sites.values()) if site.sampling]
+        assert growth.step == step and seen == {0: [0], 3: [1]}.get(step % 6, [])
+        growth.tick()
