@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,9 @@ def main(only: tuple[str, ...], budget: float, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="esper-tuned-") as folder:
         places = {"trust": Path(folder, "trust"), "roles": ("compiler",)}
         with Library.open(Path(folder, "library"), **places) as library:
-            for block in available(only):
-                for aim in OBJECTIVES:
-                    rows.append(searched(library, block.name, at_one_size(block.blueprint), aim, budget))
-                    say(json.dumps(results.plain(rows[-1])))
+            for block, aim in product(available(only), OBJECTIVES):
+                rows.append(searched(library, block.name, at_one_size(block.blueprint), aim, budget))
+                say(json.dumps(results.plain(rows[-1])))
     document = {**results.header("tuned"), "rows": rows, "figures": figures(rows)}
     say(f"written: {results.write(document, out)}")
 

@@ -7,7 +7,8 @@ import importlib.util
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -90,14 +91,21 @@ def compile_blueprint(
             tuning = replace(_tuning(name, budget_s, library, told), replayed=replay is not None)
             given = {"denied": tuple(deny), "kernels": kernels, "tuning": tuning}
             work = Work(blueprint, target, pipeline(name).name, aim, **given)
-            try:
+            with _apart(failed):
                 work = run(pipeline(name), work, progress=told)
                 out.append(_store(work, library, time.perf_counter() - started))
-            except EsperError as error:
-                if failed is None:
-                    raise
-                failed.append(error)
     return out
+
+
+@contextmanager
+def _apart(failed: list[EsperError] | None) -> Iterator[None]:
+    """A refusal goes into the list, where there is one."""
+    try:
+        yield
+    except EsperError as error:
+        if failed is None:
+            raise
+        failed.append(error)
 
 
 def _told(progress: Callable[[str], None], what: str, step: str) -> None:
