@@ -220,7 +220,7 @@ def _cotangent(
     if stored is not None:
         dense = stored.clone()
     elif recipe.cotangent in ranges.COTANGENTS:
-        return ranges.drawn(recipe.cotangent, shape, kind.dtype, generator).to(device)
+        return ranges.drawn(recipe.cotangent, shape, kind.dtype, generator, ranges.FLOWING).to(device)
     elif recipe.cotangent == "zeros":
         dense = torch.zeros(shape, dtype=dtype)
     else:

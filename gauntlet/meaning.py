@@ -162,9 +162,10 @@ def shaken(
         """Where the compute type holds a value as it is, nothing is rounded to it; nor to a shorter one."""
         if not value.is_floating_point():
             return value
-        value, narrow = value.double(), getattr(torch, kind.value) if kind in oracle.BOUNDS else None
-        least = oracle.BOUNDS[kind].roundoff if kind in oracle.BOUNDS else 0.0
-        held = value == value.to(computed).to(narrow or computed)
+        value, narrow, least = value.double(), computed, 0.0
+        if kind is not None and kind in oracle.BOUNDS:
+            narrow, least = getattr(torch, kind.value), oracle.BOUNDS[kind].roundoff
+        held = value == value.to(computed).to(narrow)
         return torch.where(held, value, moved(value, count, least))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:

@@ -13,8 +13,6 @@ A draw is named by one of these and a leaf ("far x"); a cotangent by one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import torch
 from torch import Tensor
 
@@ -33,8 +31,9 @@ SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0}
 WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0}
 """Factors on normal values; of float16, and of the types with the exponents of float32 or more."""
 NUMBERS = (*[0.0] * 8, -1.0, -0.5, 0.5, 1.0)
-MOST, SHARE = 4, 8
-"""Infinities in a tensor; in short ones at most one of so many elements."""
+MOST, FLOWING, SHARE = 4, 16, 8
+"""Infinities in a leaf, and in a cotangent, where a mask may hide half; in short ones at most one of so many
+elements."""
 
 
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
@@ -56,7 +55,7 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     with_cotangents = {INFINITE: FEW, FEW: "ties"}
     leaves = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
     flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
-    return [("zeros", "normal"), *flowing, *leaves]
+    return [("zeros", "normal"), ("normal", INFINITE), *flowing, *leaves]
 
 
 def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
@@ -71,13 +70,13 @@ def of_leaf(draw: str, leaf: str) -> str:
     return how if moved == leaf else OTHERS.get(how, "normal")
 
 
-def _infinite(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _infinite(shape: tuple[int, ...], generator: torch.Generator, most: int) -> Tensor:
     value = few(shape, generator)
     if not value.numel():
         return value
     lone = value.dim() < 2 or value.numel() == value.shape[-1]
     rows = value.reshape(-1, 1 if lone else value.shape[-1])
-    count = max(1, min(MOST, len(rows), value.numel() // SHARE))
+    count = max(1, min(most, len(rows), value.numel() // SHARE))
     at = torch.randperm(len(rows), generator=generator)[:count]
     column = torch.randint(0, rows.shape[1], (count,), generator=generator)
     sign = torch.randint(0, 2, (count,), generator=generator).double() * 2 - 1
@@ -91,15 +90,16 @@ def few(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.tensor(NUMBERS, dtype=torch.float64)[places]
 
 
-def drawn(how: str, shape: tuple[int, ...], dtype: DType, generator: torch.Generator) -> Tensor:
-    """A tensor of the type."""
+def drawn(
+    how: str, shape: tuple[int, ...], dtype: DType, generator: torch.Generator, most: int = MOST
+) -> Tensor:
+    """A tensor of the type; with at most so many infinities."""
     out = getattr(torch, dtype.value)
-    if how in MADE:
-        return MADE[how](shape, generator).to(out)
+    if how in (INFINITE, FEW):
+        return (_infinite(shape, generator, most) if how == INFINITE else few(shape, generator)).to(out)
     factor = (SHORT if dtype is DType.float16 else WIDE)[how]
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * factor).to(out)
 
 
-MADE: Mapping[str, Callable[[tuple[int, ...], torch.Generator], Tensor]] = {INFINITE: _infinite, FEW: few}
-OWN = (*MADE, *WIDE)
+OWN = (INFINITE, FEW, *WIDE)
 """What `drawn` knows."""

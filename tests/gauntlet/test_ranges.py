@@ -1,0 +1,116 @@
+"""At the ends of a type: what ordinary numbers hide is refused there, and what is right is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gauntlet import accuracy, inputs, meaning, ranges
+from gauntlet.isolate import ForkServer
+from gauntlet.runner import judge
+from gauntlet.stage import Recipe
+from gauntlet.subject import Subject
+from library.manifest import unpack
+from tests.faults import handmade, toys
+
+MASK = "const float m = y[r * C + c] <= 0 ? 0 : g[r * C + c];"
+FAULTS = {
+    "a mask that multiplies": MASK.replace(
+        "y[r * C + c] <= 0 ? 0 : g[r * C + c]", "g[r * C + c] * (y[r * C + c] > 0)"
+    ),
+    "no infinities": MASK.replace(": g[r * C + c]", ": __builtin_fminf(g[r * C + c], 0x1.fffffep+127f)"),
+    "small ones are zero": MASK.replace("<= 0 ?", "<= 0 || __builtin_fabsf(g[r * C + c]) < 1e-12f ?"),
+    "subnormal ones are zero": MASK.replace("<= 0 ?", "<= 0 || __builtin_fabsf(g[r * C + c]) < 0x1p-126f ?"),
+    "slope one at zero": MASK.replace("<= 0 ?", "< 0 ?"),
+}
+
+
+def _subject(toy: handmade.Toy) -> Subject:
+    return Subject(unpack(handmade.build(toy)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_at_an_end_is_refused(name: str, server: ForkServer) -> None:
+    changed = handmade.edit(toys.affine(), (MASK, FAULTS[name]))
+    found = judge(handmade.build(changed), "cpu", server, quick=True, stages=("loads", "gradients"))
+    assert found.passed is False and found.stages[-1].name == "gradients", found.reason
+
+
+def test_infinities_lie_in_one_leaf_and_meet_exact_zeros() -> None:
+    subject = _subject(toys.affine())
+    recipe = Recipe("gradients", subject.base_dims(), "infinite x", cotangent="few", wanted=("x",), seed=3)
+    values, (flowing,) = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    assert flowing is not None
+    infinite = values["x"].isinf()
+    assert int(infinite.sum()) == ranges.MOST and int(infinite.any(1).sum()) == ranges.MOST, (
+        "rows of their own"
+    )
+    assert all(bool(t.isfinite().all()) for n, t in values.items() if n != "x")
+    assert 0.5 < float((flowing == 0).double().mean()) < 0.8
+    again = inputs.values(_subject(toys.affine()), recipe)
+    assert all(torch.equal(values[n], again[n]) for n in values)
+
+
+def test_each_leaf_and_each_end_has_a_case() -> None:
+    subject = _subject(toys.affine())
+    pairs = ranges.pairs(subject)
+    for leaf in ("x", "w", "b"):
+        assert {how for how in ranges.HOW if any(draw == f"{how} {leaf}" for draw, _ in pairs)} == set(
+            ranges.HOW
+        )
+    assert {cotangent for _, cotangent in pairs} >= set(ranges.COTANGENTS)
+
+
+def test_sums_of_small_exact_numbers_are_not_moved() -> None:
+    """Noise there would put a rectifier's argument off its kink, and excuse any slope."""
+    subject = _subject(toys.affine())
+    recipe = Recipe("gradients", subject.base_dims(), "ties", cotangent="few", wanted=("x", "w", "b"))
+    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    exact = meaning.gradients(subject, values, flowing, recipe.wanted, "float64")
+    moved = meaning.rounded(subject, values, flowing, 0)
+    assert all(torch.equal(moved[f"d({n})"], exact[n]) for n in recipe.wanted)
+    assert float((values["x"] * values["w"] + values["b"] == 0).double().mean()) > 0.05, "kinks are met"
+    normal = {n: torch.randn_like(t) for n, t in values.items()}
+    assert not torch.equal(
+        meaning.rounded(subject, normal, None, 0)["y"], meaning.outputs(subject, normal, "float64")[0]
+    )
+
+
+def _far(change: float) -> str:
+    """What `small_ones` says of a softmax whose smallest exponentials are cut."""
+    subject = _subject(toys.softmax())
+    recipe = Recipe("numerics", {"rows": 17, "cols": 70}, "far x", seed=1)
+    values = inputs.values(subject, recipe)
+    x = values["x"]
+    far = (x - x.amax(-1, keepdim=True)).clamp(min=change).exp()
+    got = far / far.sum(-1, keepdim=True)
+    exact, eager = (meaning.outputs(subject, values, p)[0] for p in ("float64", "declared"))
+    others = accuracy.Others(
+        lambda turn: meaning.rounded(subject, values, None, turn),
+        [lambda: meaning.by_bodies(subject, values)],
+    )
+    row = ("y", got, exact, eager)
+    assert accuracy.judged(subject, recipe, row, others).passed, "nothing beside the others of the tensor"
+    return accuracy.small_ones(subject, row, others)
+
+
+def test_a_cut_exponential_is_wrong_however_small() -> None:
+    assert _far(-20.0) and not _far(-1000.0)
+
+
+def test_a_body_keeps_what_float64_loses() -> None:
+    """So a kernel that keeps it too is right."""
+    from_body, from_torch = (
+        torch.sigmoid(torch.tensor(-40.0, dtype=torch.float64)),
+        0.5 * (1 + torch.tanh(torch.tensor(-20.0, dtype=torch.float64))),
+    )
+    assert float(from_torch) == 0.0 < float(from_body)
+
+
+def test_few_or_equal_errors_are_not_many() -> None:
+    values = torch.randn(64, dtype=torch.float64)
+    assert accuracy._many(torch.rand(64, dtype=torch.float64) + 0.5, values)
+    assert not accuracy._many(torch.rand(64, dtype=torch.float64) + 0.5, torch.ones_like(values))
+    lone = torch.zeros(64, dtype=torch.float64)
+    lone[3] = 1.0
+    assert not accuracy._many(lone, values) and not accuracy._many(torch.zeros_like(lone), values)
