@@ -329,8 +329,8 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
 
 
 def _summed(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> dict[str, Access]:
-    """What is added down few rows, by reduction, where the group does nothing else: partial rows of it would be
-    a kernel for nothing.
+    """What is added down few rows, by reduction, where the group does nothing else: partial rows of it would
+    be a kernel for nothing.
     """
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
     high = space[0].bounds(ranges)[1]

@@ -173,7 +173,7 @@ def test_norm_keeps_one_number_a_row() -> None:
 
 @pytest.mark.parametrize(("most", "kernels"), [(64, 1), (1 << 20, 4)])
 def test_few_rows_are_added_in_one_kernel(most: int, kernels: int) -> None:
-    """A mean, a sum in a narrower type and an extremum; many rows leave partial rows first, of each operand."""
+    """A mean, a sum in a narrower type and an extremum; many rows leave partial rows first."""
     b = Builder("few")
     b.dim("rows", max=most, tune=(min(most, 4096),))
     x, y = b.input("x", "float32", ["rows", 5, 8]), b.input("y", "bfloat16", ["rows", 5, 8])
