@@ -92,3 +92,9 @@ def test_a_lucky_eager_does_not_condemn_roundings_of_the_declared_type() -> None
     assert isinstance(accuracy.all_of(block, recipe, rows, others), Passed)
     wrong = [(rows[1][0], rows[1][1] * 1.5, *rows[1][2:])]
     assert isinstance(accuracy.all_of(block, recipe, wrong, others), Failed)
+
+
+def test_what_is_known_of_an_element_is_known_of_its_like() -> None:
+    exact = torch.tensor([1.0, 1.9, 2.0, 1e-5, torch.inf, 0.0], dtype=torch.float64)
+    known = torch.tensor([1e-3, 0.0, 1e-6, 1e-9, torch.inf, 0.0], dtype=torch.float64)
+    assert accuracy._of_like_size(known, exact).tolist() == [1e-3, 1e-3, 1e-6, 1e-9, 0.0, 0.0]
