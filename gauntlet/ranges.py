@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from esper_ir.opdef import Opaque
+from esper_ir.registry import lookup
 from esper_ir.types import DType
 from gauntlet.subject import Subject
 
@@ -55,11 +57,16 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     with_cotangents = {INFINITE: FEW, FEW: "ties"}
     leaves = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
     flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
-    return [("zeros", "normal"), ("normal", INFINITE), *flowing, *leaves]
+    more = [("normal", c) for c in cotangents(subject) if c == INFINITE]
+    return [("zeros", "normal"), *more, *flowing, *leaves]
 
 
 def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
-    return [h for h in how if h != "subnormal" or subject.device.type == "cpu"]
+    """A library's own algorithm may spread an infinity (Winograd's adds and subtracts it; attention in blocks
+    has other rows of NaN): blocks with one are not given any."""
+    calls = any(isinstance(lookup(node.op).lowering, Opaque) for node in subject.flat.nodes)
+    left_out = {*([INFINITE] if calls else []), *(["subnormal"] if subject.device.type != "cpu" else [])}
+    return [h for h in how if h not in left_out]
 
 
 def of_leaf(draw: str, leaf: str) -> str:
