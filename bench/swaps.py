@@ -281,7 +281,8 @@ def decoder_parts(sizes: DecoderSizes, tune: tuple[int, ...] = (8192,)) -> Mappi
 
 def cnn_swaps(cnn: Cnn, tune: tuple[int, ...] = (64,)) -> Mapping[str, dict[str, Any]]:
     """Blueprint by pattern of module names: all but the head. They hold in training, with the batch's
-    statistics."""
+    statistics. On an H200 a step takes longer so than with `cnn_parts`, which is what the bench measures: see
+    bench/NOTES.md."""
     sizes = cnn.sizes
     found = {"stem": stem_blueprint(sizes.width, sizes.image, sizes.dtype, tune)}
     channels, side = cnn.sides()[0]

@@ -35,7 +35,7 @@ from bench.models import (
     decoder_batch,
 )
 from bench.results import device_here, plain
-from bench.swaps import cnn_swaps, decoder_swaps
+from bench.swaps import cnn_parts, cnn_swaps, decoder_swaps
 from bench.turns import Turn
 from library.store import Library
 from runtime import timing
@@ -50,12 +50,14 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained. `batch` sequences of `rows` tokens, or images."""
+    """What is trained. `batch` sequences of `rows` tokens, or images. `whole`: all of an image network but its
+    head is swapped, else its gates alone."""
 
     name: str
     sizes: DecoderSizes | CnnSizes
     batch: int
     rows: int = 1
+    whole: bool = True
 
     @property
     def counted(self) -> str:
@@ -84,10 +86,10 @@ class Model:
         if isinstance(self.sizes, DecoderSizes):
             return decoder_swaps(self.sizes, self.batch, self.rows)
         with torch.device("meta"):
-            return cnn_swaps(Cnn(self.sizes), (self.batch,))
+            return (cnn_swaps if self.whole else cnn_parts)(Cnn(self.sizes), (self.batch,))
 
 
-LARGE = (Model("decoder", DecoderSizes(), 4, 2048), Model("cnn", CnnSizes(), 64))
+LARGE = (Model("decoder", DecoderSizes(), 4, 2048), Model("cnn", CnnSizes(), 64, whole=False))
 SMALL = (Model("decoder", SMALL_DECODER, 2, 16), Model("cnn", SMALL_CNN, 4))
 MODELS = {"large": LARGE, "small": SMALL}
 
