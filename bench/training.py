@@ -50,8 +50,8 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained. `batch` sequences of `rows` tokens, or images. `whole`: all of an image network but its
-    head is swapped, else its gates alone."""
+    """What is trained. `batch` sequences of `rows` tokens, or images. `whole`: all of an image network but
+    its head is swapped, else its gates alone."""
 
     name: str
     sizes: DecoderSizes | CnnSizes
