@@ -59,7 +59,8 @@ def summary(folder: Path = RESULTS) -> str:
     blocks = [d for d in found if d["bench"] == "blocks"]
     if not blocks:
         return "No measurement on a card is committed yet.\n"
-    lines = newest_rows(blocks)
+    every = newest_rows(blocks)
+    lines = {k: found for k, found in every.items() if any(row["wall_ms"] is not None for row in found[1])}
     runs = list({id(document): document for document, _ in lines.values()}.values())
     out = [*(head(document) for document in runs), ""]
     out += [
@@ -71,7 +72,9 @@ def summary(folder: Path = RESULTS) -> str:
     out += [f"| {' '.join(key)} | {dev[1]} | {wall[1]} |" for key, dev, wall in rows]
     ratios = {"device": [dev[0] for _, dev, _ in rows], "wall": [wall[0] for _, _, wall in rows]}
     told = "; ".join(_mean(what, [r for r in found if r]) for what, found in ratios.items() if any(found))
-    out += ["", f"Geometric means of these lines: {told}." if told else "", *charts(folder, blocks)]
+    lost = len(every) - len(lines)
+    more = f" Of {lost} further sizes nothing was timed before the run's time ended." if lost else ""
+    out += ["", f"Geometric means of these lines: {told}.{more}" if told else "", *charts(folder, blocks)]
     return "\n".join([*out, *gates(found), *model_table([d for d in found if d["bench"] == "models"])])
 
 
