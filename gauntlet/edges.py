@@ -58,6 +58,11 @@ def names(subject: Subject) -> list[str]:
     return [f"{DRAW}{number}" for number in range(min(len(_edges(subject)), MOST))]
 
 
+def any_of(subject: Subject) -> bool:
+    """Whether the function has an edge anywhere."""
+    return bool(_edges(subject))
+
+
 def dims(subject: Subject) -> dict[str, int]:
     """The sizes to try them at: those of most cases, or the smallest where tensors are large."""
     base = subject.base_dims()
