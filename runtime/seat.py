@@ -21,6 +21,7 @@ from runtime.state import given, recomputing, with_drawn
 
 log = logging.getLogger("esper.runtime")
 _is_compiling = torch.compiler.is_compiling
+_lists: Any = torch  # whose operators on lists are not among its typed names
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,9 @@ class Seat:
                 counts.append(steps)  # torch's norms count beside their statistics, and no blueprint reads it
         with torch.no_grad():  # all at once: a launch for each would cost as much as the block
             values = [outputs[at] for at in self.updates.values()]
-            torch._foreach_copy_(buffers, [v.reshape(b.shape) for b, v in zip(buffers, values, strict=True)])
+            _lists._foreach_copy_(buffers, [v.reshape(b.shape) for b, v in zip(buffers, values, strict=True)])
             if counts:
-                torch._foreach_add_(counts, 1)
+                _lists._foreach_add_(counts, 1)
 
     def report(self) -> dict[str, Any]:
         """The block's report, and what answers in its place."""
