@@ -139,6 +139,22 @@ def _renamed(node: Node, rename: Callable[[str, str], str]) -> Node:
     return Node(name, node.op, inputs, node.attrs, node.types)
 
 
+Change = Callable[[GraphBuilder, Node, dict[str, Val]], Sequence[Val] | None]
+"""(builder, node, values so far by name) -> what stands for the node's outputs; None to keep it."""
+
+
+def rewritten(graph: Graph, change: Change) -> Graph:
+    """The graph anew, node by node; names of outputs stay."""
+    builder, values = replay(graph)
+    for node in graph.nodes:
+        made = change(builder, node, values)
+        if made is None:
+            operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
+        values.update(zip(node.outputs, made, strict=True))
+    return builder.graph({name: values[name] for name in graph.outputs})
+
+
 def replay(graph: Graph) -> tuple[GraphBuilder, dict[str, Val]]:
     """A builder with the inputs of `graph`, names of its nodes kept free, and its input values by name."""
     builder = GraphBuilder(graph.inputs, graph.dims)

@@ -8,10 +8,11 @@ the channels. The gradient of the filters stays a library call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import GraphBuilder, replay
+from esper_ir.graphbuilder import GraphBuilder, rewritten
 from esper_ir.opdef import Val
 from esper_ir.types import Dim
 
@@ -28,20 +29,17 @@ def depthwise(graph: Graph) -> Graph:
     found = {n.id for n in graph if _fits(graph, n)}
     if not found:
         return graph
-    builder, values = replay(graph)
     laid: dict[str, Val] = {}
-    for node in graph.nodes:
-        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+
+    def change(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> Sequence[Val] | None:
         if node.id not in found:
-            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
-            values.update(zip(node.outputs, made, strict=True))
-            continue
+            return None
         builder.scope = node.id
         total = _sum(builder, node, values, laid)
         builder.scope = ""
-        made = builder.emit_named(node.id, "cast", [total], {"dtype": node.types[0].dtype})
-        values[node.id] = made[0]
-    return builder.graph({name: values[name] for name in graph.outputs})
+        return builder.emit_named(node.id, "cast", [total], {"dtype": node.types[0].dtype})
+
+    return rewritten(graph, change)
 
 
 def _fits(graph: Graph, node: Node) -> bool:

@@ -7,8 +7,11 @@ gradient twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import replay
+from esper_ir.graphbuilder import GraphBuilder, rewritten
+from esper_ir.opdef import Val
 from forge.views import movement, permutation
 
 WHOLE = "scaled_dot_product_attention"
@@ -21,18 +24,16 @@ def heads_inside(graph: Graph) -> Graph:
     found = {node.id for node in graph if _turned(graph, node)}
     if not found:
         return graph
-    builder, values = replay(graph)
-    for node in graph.nodes:
-        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+
+    def change(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> Sequence[Val] | None:
         if node.id not in found:
-            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
-            values.update(zip(node.outputs, made, strict=True))
-            continue
+            return None
         sides = [builder.emit("permute", values[v], dims=TURN) for v in node.tensors]
         attrs = {**dict(node.attrs), "layout": "BSHD"}
         out = builder.many("attention", *sides, **attrs)[0]
-        values[node.id] = builder.emit_named(node.id, "permute", [out], {"dims": TURN})[0]
-    return builder.graph({name: values[name] for name in graph.outputs})
+        return builder.emit_named(node.id, "permute", [out], {"dims": TURN})
+
+    return rewritten(graph, change)
 
 
 def _turned(graph: Graph, node: Node) -> bool:

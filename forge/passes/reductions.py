@@ -7,7 +7,7 @@ the end by a permutation, which is a view.
 from __future__ import annotations
 
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import GraphBuilder, replay
+from esper_ir.graphbuilder import GraphBuilder, replay, rewritten
 from esper_ir.opdef import Reduction, Val
 from esper_ir.registry import OPS
 from esper_ir.types import Dim, DType
@@ -18,15 +18,7 @@ ONE_PROGRAM = 1 << 16
 
 def straighten(graph: Graph) -> Graph:
     """The graph with every reduction over its first or its last axes; names of outputs stay."""
-    graph = _countable(graph)
-    builder, values = replay(graph)
-    for node in graph.nodes:
-        made = _rewritten(builder, node, values)
-        if made is None:
-            operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
-            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
-        values.update(zip(node.outputs, made, strict=True))
-    return builder.graph({name: values[name] for name in graph.outputs})
+    return rewritten(_countable(graph), _rewritten)
 
 
 def _countable(graph: Graph) -> Graph:
