@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import GraphBuilder, replay
+from esper_ir.graphbuilder import GraphBuilder, rewritten
 from esper_ir.opdef import Operand, Val
 from esper_ir.types import Dim, DType
 
@@ -25,10 +25,11 @@ WIDENS: Mapping[DType, frozenset[DType]] = {
 
 
 class Folder:
-    """A builder that knows the node behind each value it made."""
+    """Knows the node behind each value that its builder made."""
 
-    def __init__(self, builder: GraphBuilder) -> None:
-        self.builder = builder
+    builder: GraphBuilder
+
+    def __init__(self) -> None:
         self.made: dict[str, tuple[str, tuple[Operand, ...], dict[str, Any]]] = {}
 
     def behind(self, value: Operand, op: str) -> tuple[Val, dict[str, Any]] | None:
@@ -47,9 +48,10 @@ Rule = Callable[[Folder, tuple[Operand, ...], dict[str, Any], Node], "Val | None
 
 def fold(graph: Graph) -> Graph:
     """The graph without such work; names and types of outputs stay."""
-    builder, values = replay(graph)
-    folder = Folder(builder)
-    for node in graph.nodes:
+    folder = Folder()
+
+    def change(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...]:
+        folder.builder = builder
         operands = tuple(values[r] if isinstance(r, str) else r for r in node.inputs)
         attrs = dict(node.attrs)
         rule = RULES.get(node.op)
@@ -57,12 +59,12 @@ def fold(graph: Graph) -> Graph:
         short = rule(folder, operands, attrs, node) if rule is not None else None
         builder.scope = ""
         if short is not None and short.type == node.types[0]:
-            values[node.id] = short
-            continue
+            return (short,)
         made = builder.emit_named(node.id, node.op, operands, attrs)
         folder.note(made, node.op, operands, attrs)
-        values.update(zip(node.outputs, made, strict=True))
-    return builder.graph({name: values[name] for name in graph.outputs})
+        return made
+
+    return rewritten(graph, change)
 
 
 def _again(folder: Folder, op: str, x: Val, attrs: dict[str, Any]) -> Val:

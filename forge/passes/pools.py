@@ -6,8 +6,9 @@ loop over columns asks every window anew; means take up to twice the time in cha
 
 from __future__ import annotations
 
-from esper_ir.graph import Graph
-from esper_ir.graphbuilder import replay
+from esper_ir.graph import Graph, Node
+from esper_ir.graphbuilder import GraphBuilder, rewritten
+from esper_ir.opdef import Val
 
 CALLED = {
     **{f"max_pool{n}d": f"max_pool{n}d_with_indices" for n in (2, 3)},
@@ -19,9 +20,12 @@ def pools_called(graph: Graph) -> Graph:
     """The graph with every pooling as an operator that is a library call; names stay."""
     if not any(node.op in CALLED for node in graph):
         return graph
-    builder, values = replay(graph)
-    for node in graph.nodes:
-        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
-        made = builder.emit_named(node.id, CALLED.get(node.op, node.op), operands, dict(node.attrs))
-        values.update(zip(node.outputs, made, strict=False))
-    return builder.graph({name: values[name] for name in graph.outputs})
+    return rewritten(graph, _called)
+
+
+def _called(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
+    if node.op not in CALLED:
+        return None
+    operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+    # The library's operator has more results than the pooling.
+    return builder.emit_named(node.id, CALLED[node.op], operands, dict(node.attrs))[: len(node.outputs)]

@@ -7,7 +7,7 @@ the end by a permutation, which is a view.
 from __future__ import annotations
 
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import GraphBuilder, replay, rewritten
+from esper_ir.graphbuilder import GraphBuilder, rewritten
 from esper_ir.opdef import Reduction, Val
 from esper_ir.registry import OPS
 from esper_ir.types import Dim, DType
@@ -25,15 +25,14 @@ def _countable(graph: Graph) -> Graph:
     """Extrema of truth values are those of integers: an accumulator in memory is wider than a truth value."""
     if not any(_of_truth(node) for node in graph.nodes):
         return graph
-    builder, values = replay(graph)
-    for node in graph.nodes:
-        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
-        op, attrs = node.op, dict(node.attrs)
-        if _of_truth(node):
-            wide = builder("cast", operands[0], dtype=DType.int32)
-            op, operands, attrs = "cast", [builder(op, wide, **attrs)], {"dtype": DType.bool}
-        values.update(zip(node.outputs, builder.emit_named(node.id, op, operands, attrs), strict=True))
-    return builder.graph({name: values[name] for name in graph.outputs})
+    return rewritten(graph, _counted)
+
+
+def _counted(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
+    if not _of_truth(node):
+        return None
+    wide = b("cast", values[node.tensors[0]], dtype=DType.int32)
+    return b.emit_named(node.id, "cast", [b(node.op, wide, **dict(node.attrs))], {"dtype": DType.bool})
 
 
 def _of_truth(node: Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from esper_ir.graph import Graph, Node
-from esper_ir.graphbuilder import replay
+from esper_ir.graphbuilder import GraphBuilder, rewritten
 from esper_ir.opdef import Val
 from esper_ir.types import DType
 from forge.templates.choice import tuned_sizes
@@ -22,25 +22,21 @@ def carry(graph: Graph) -> Graph:
     moved = _movable(graph)
     if not moved:
         return graph
-    builder, values = replay(graph)
-    for node in graph.nodes:
-        operands = [values[r] if isinstance(r, str) else r for r in node.inputs]
+
+    def change(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
         scaled = [(at, moved[r]) for at, r in enumerate(node.inputs) if isinstance(r, str) and r in moved]
         if not scaled:
-            made = builder.emit_named(node.id, node.op, operands, dict(node.attrs))
-            values.update(zip(node.outputs, made, strict=True))
-            continue
-        factor = 1.0
+            return None
+        operands, factor = [values[r] if isinstance(r, str) else r for r in node.inputs], 1.0
         for at, (source, by) in scaled:
             operands[at], factor = values[source], factor * by
         builder.scope = node.id
         product = builder(node.op, *operands, **dict(node.attrs))
         builder.scope = ""
         assert isinstance(product, Val)
-        values.update(
-            zip(node.outputs, builder.emit_named(node.id, "mul", [product, factor], {}), strict=True)
-        )
-    return builder.graph({name: values[name] for name in graph.outputs})
+        return builder.emit_named(node.id, "mul", [product, factor], {})
+
+    return rewritten(graph, change)
 
 
 def _movable(graph: Graph) -> dict[str, tuple[str, float]]:
