@@ -33,7 +33,8 @@ from gauntlet.subject import Subject
 
 Row = tuple[str, Tensor, Tensor, Tensor]
 """(label, result, float64 meaning, eager's result)."""
-SHAKES = 3
+SHAKES, MORE_SHAKES = 3, 8
+"""Draws of random roundings; and so many more before an element is called wrong by itself."""
 MANY = 32
 """Errors of about one size, in numbers."""
 ALONE = 64.0
@@ -121,25 +122,34 @@ def small_ones(subject: Subject, row: Row, others: Others) -> str:
     """Why an element is wrong by itself, however small it is beside the others; empty where none is.
 
     What is known of the error of one element: what eager's is, what other forms and random roundings on the
-    way do to it, and the rounding of the result. Held is what stays far from zero by `ALONE` times the
-    largest of these.
+    way do to it, and the rounding of the result. An error of `ALONE` times the largest of these is wrong,
+    where that largest one leaves the size of the element certain.
     """
-    label, got, exact, eager = row
+    label, got, exact, _ = row
     if not got.is_floating_point():
         return ""
-    info = torch.finfo(got.dtype)
-    known = torch.maximum((eager.double() - exact).abs(), exact.abs() * info.eps / 2)
-    moved = (*(form() for form in others.forms), *(others.nearby(shake) for shake in range(SHAKES)))
-    for other in moved:
-        known = torch.maximum(known, torch.nan_to_num((other[label] - exact).abs(), nan=torch.inf))
-    known = torch.maximum(known, _of_like_size(known, exact))
-    allowed = ALONE * known + ALONE * info.smallest_normal
-    held = torch.isfinite(exact) & torch.isfinite(eager) & (2 * allowed < exact.abs())
-    wrong = held & ~((got.double() - exact).abs() <= allowed)
+    moved = [*(form()[label] for form in others.forms), *(others.nearby(at)[label] for at in range(SHAKES))]
+    wrong = _alone(row, moved)
+    if bool(wrong.any()):
+        moved += [others.nearby(SHAKES + at)[label] for at in range(MORE_SHAKES)]
+        wrong = _alone(row, moved)
     if not bool(wrong.any()):
         return ""
     at = tuple(int(n) for n in torch.nonzero(wrong)[0])
     return f"element {list(at)} is {float(got[at]):.3g} instead of {float(exact[at]):.3g}, small as it is"
+
+
+def _alone(row: Row, moved: Sequence[Tensor]) -> Tensor:
+    """Which elements are further off than `ALONE` times what the others say, of those of a certain size."""
+    _, got, exact, eager = row
+    info = torch.finfo(got.dtype)
+    known = torch.maximum((eager.double() - exact).abs(), exact.abs() * info.eps / 2)
+    for other in moved:
+        known = torch.maximum(known, torch.nan_to_num((other - exact).abs(), nan=torch.inf))
+    known = torch.maximum(known, _of_like_size(known, exact))
+    least = ALONE * info.smallest_normal
+    held = torch.isfinite(exact) & torch.isfinite(eager) & (2 * (known + least) < exact.abs())
+    return held & ~((got.double() - exact).abs() <= ALONE * known + least)
 
 
 def _of_like_size(known: Tensor, exact: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 gradients asked for     all, each alone, all but one
 cotangents              random, ones and rows with stride 0, one-hot, zeros, runs of zeros, transposed, absent
+of one sign             leaves and cotangents together, exact and far from zero: no sum cancels or rounds
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
 """
@@ -26,6 +27,11 @@ DIRECTIONAL = "directional"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
 MORE = ("gaps", "zeros", "shifted", "sunk", "uneven")
+ONE_SIDED = (("above", "ones"), ("below", "ones"), ("above", "below"))
+"""(draw, cotangent): what flows back through a sum over a row (the mean of w g in a centred row) is nearly
+nothing where its terms have either sign, and so is a fault of it; where they have one sign, roundings of the
+sum hide it, but for terms whose sums are exact. Each sign of leaves and cotangents once, and cotangents that
+are all alike."""
 KEPT, KEPT_ELEMENTS = 96, 1 << 16
 """Cases that are kept, and the most elements of the largest tensor of one."""
 STEP = 1e-6
@@ -63,7 +69,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         few = ("ties", "gaps")
         for draw in few if context.quick else (*inputs.smooth_draws(subject), *few, "integers"):
             yield replace(base, wanted=wanted, draw=draw)
-    yield from _at_the_ends(subject, base)
+    yield from _together(subject, base)
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
@@ -77,7 +83,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             for draw in (*few, "ties", *(() if context.quick else MORE)):
                 yield replace(named, draw=draw)
         if subject.elements(dims) <= edges.ELEMENTS:
-            yield from _at_the_ends(subject, replace(base, dims=dims))
+            yield from _together(subject, replace(base, dims=dims))
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):
@@ -90,12 +96,13 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
 
 
-def _at_the_ends(subject: Subject, base: Recipe) -> Iterator[Recipe]:
-    """Every plan with values at the ends of their types; the same values for all plans in a row."""
+def _together(subject: Subject, base: Recipe) -> Iterator[Recipe]:
+    """Every plan with leaves and cotangents that show something together: of one sign, or at the ends of
+    their types; the same values for all plans in a row."""
     every = subject.launch.interface.differentiable
     plans = [p.wanted for p in subject.plans("backward", base.dims)]
     asked = list(dict.fromkeys(tuple(n for n in every if n in wanted) for wanted in (every, *plans)))
-    for draw, cotangent in ranges.pairs(subject):
+    for draw, cotangent in (*ONE_SIDED, *ranges.pairs(subject)):
         for wanted in asked:
             yield replace(base, wanted=wanted, draw=draw, cotangent=cotangent)
 

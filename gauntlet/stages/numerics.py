@@ -22,7 +22,7 @@ RANGE_REFUSALS = ("E0813", "E0810")
 OUTSIDE = "outside"
 RESTS = 16
 """Sizes in a row that every plan and variant is tried with: every rest of a division by up to so many."""
-TELLING = ("ties", "zeros", "gaps", "special", "shifted", "sunk")
+TELLING = ("ties", "zeros", "gaps", "special", "shifted", "sunk", "below")
 """Draws that are tried with every plan and variant, also in a hurry."""
 
 

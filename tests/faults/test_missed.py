@@ -1,0 +1,40 @@
+"""Faults that runs of the bench found missed, each of which led to a kind of case."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench import faults
+from gauntlet.isolate import ForkServer
+from gauntlet.runner import judge
+from tests.faults import corpus
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+MISSED = {
+    "centred_64_bf16": ("wrong only for constant cotangents", "bwd1_0_0_g", "load 0: alike", 0, "above"),
+    "centred_72_f32": ("right only on [0,1)", "bwd1_0_0_g", "load 1: negative ones scaled", 1, "below"),
+    "log_softmax_64_bf16": ("range cut at an end", "bwd0_0_0_g", "clipped at 20.0f: exp_f(t1)", 0, "far x"),
+}
+"""By block: class, kernel, place, which of the places of that name, and the draw that shows it."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as found:
+        found.start()
+        yield found
+
+
+@pytest.mark.parametrize("name", list(MISSED))
+def test_it_is_refused(name: str, server: ForkServer, tmp_path: Path) -> None:
+    kind, kernel, place, number, draw = MISSED[name]
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == name), "cpu")
+    alike = [m for m in faults.KINDS[kind].mutants(block) if (m.kernel, m.place) == (kernel, place)]
+    (planted,) = faults._written(tmp_path, block, [alike[number]], 0)
+    data = (tmp_path / planted.file).read_bytes()
+    found = judge(data, "cpu", server, quick=True, seed=2, stages=("loads", "gradients"))
+    assert found.passed is False and f", {draw}, " in found.reason, found.reason
