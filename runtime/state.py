@@ -12,14 +12,14 @@ from torch import Tensor
 
 from library.launch import Interface, TensorSpec
 
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _is_compiling = torch.compiler.is_compiling
 
 
 def recomputing() -> bool:
     """Whether a backward is running in this thread, so that a forward now is one of activation checkpointing
     that repeats what the step did before. A trace runs no backward."""
-    return not _is_compiling() and _graph_task() != -1
+    return not _is_compiling() and graph_task() != -1
 
 
 def given(interface: Interface) -> list[TensorSpec]:

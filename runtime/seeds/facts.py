@@ -71,7 +71,8 @@ class Applied:
 @dataclass(frozen=True)
 class Boundary:
     """What one `Growth.commit` did, everything or (`aborted`) nothing. `structure`: digest of slots,
-    artifacts and parameters, equal on all ranks. `rollback`: reason why a rollback is required, "" else."""
+    artifacts and parameters, equal on all ranks; empty where there is one. `rollback`: reason why a rollback
+    is required, "" else."""
 
     epoch: int
     applied: tuple[Applied, ...]
@@ -112,7 +113,8 @@ Listener = Callable[[Event], None]
 class Observer(Protocol):
     """Telemetry: called on sampled steps only (`growth.observe(observer, every=50)`), never inside a
     recomputed forward. `columns` is the `health` column of the layer on its device, fp32 [slots, width]: add
-    to it, do not read it back. Everything runs under `torch.no_grad()`."""
+    to it, do not read it back. Everything runs under `torch.no_grad()`. An observer may have `seat` and
+    `attend` beside these, as `HealthObserver` has, which are asked first."""
 
     def activation(self, site: Any, h: Tensor, columns: Tensor) -> None:
         """`h`: what the wrapped layer gave, before any seed."""

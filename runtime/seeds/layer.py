@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,7 +27,7 @@ from runtime.seeds.grafting import Reading, blend, guarded
 from runtime.seeds.lifecycle import LIVE, Fault, Lifecycle
 from runtime.seeds.seed import Seed, Spec, same_random
 from runtime.seeds.state import PROBE, StateTensor
-from runtime.state import recomputing
+from runtime.state import graph_task, recomputing
 
 _P = {name: at for at, name in enumerate(PROBE)}
 _STATES = tuple(Lifecycle(code) for code in range(14))
@@ -34,6 +35,16 @@ _ACTIVE = frozenset(int(s) for s in (*LIVE, Lifecycle.TRAINING))
 _NONE: Mapping[str, Tensor | float] = MappingProxyType({})
 overrides: ContextVar[Mapping[str, Tensor | float]] = ContextVar("overrides", default=_NONE)
 """alpha by slot id, for counterfactual forwards of this context alone: a number, or a value per sample."""
+
+
+def _hook(h: Tensor, hear: Callable[[Tensor], None]) -> None:
+    """`h.register_hook(hear)` without a handle to remove it by, which takes longer than all the rest."""
+    if h._backward_hooks is not None:
+        h.register_hook(hear)
+        return
+    h._backward_hooks = OrderedDict({-1: hear})  # handles are numbered from 0
+    if h.grad_fn is not None:
+        h.grad_fn._register_hook_dict(h)
 
 
 def _no_scale() -> None:
@@ -221,34 +232,50 @@ class Site:
 
     def run(self, h: Tensor) -> Tensor:
         """The layer's result from the host's."""
-        self._see(h)
         if self.sampling and torch.is_grad_enabled():  # not a validation
-            self._observe(h)
+            hear = self.watch(h)
+            if hear is not None and h.requires_grad:
+                _hook(h, hear)
+        else:
+            self._see(h)
+        if not self._busy:
+            return h
         for graft in self.chain:
             h = graft(h)
         return self._through(h) if self.active else h
 
     def _see(self, h: Tensor) -> None:
         seen = self.spec
-        if seen is None or (h.numel() > 0 and (h.dtype is not seen.dtype or h.device != seen.device
-                                               or h.shape != seen.shape)):  # fmt: skip
+        if seen is not None and h.shape == seen.shape and h.dtype is seen.dtype and h.device == seen.device:
+            return
+        if seen is None or h.numel() > 0:
             self.spec = Spec(tuple(h.shape), h.dtype, h.device)
             self.state.move(h.device)
             self.refresh()
 
     def watch(self, h: Tensor) -> Callable[[Tensor], None] | None:
-        """Have h observed; what has its gradient observed."""
-        self._see(h)
-        observer, columns = self.observer, self.state.device["health"]
-        if observer is None or recomputing():
-            return None
-        observer.activation(self, h.detach(), columns)
-        return lambda g: observer.gradient(self, g.detach(), columns)
+        """Have h observed; what has its gradient observed. Nothing in a forward that is computed again."""
+        attend = getattr(self.observer, "attend", None)
+        hear = attend(self, h) if attend is not None and graph_task() == -1 else None
+        return hear if hear is not None else self._seated(h)
 
-    def _observe(self, h: Tensor) -> None:
-        hear = self.watch(h)
-        if hear is not None and h.requires_grad:
-            h.register_hook(hear)
+    def _seated(self, h: Tensor) -> Callable[[Tensor], None] | None:
+        """The same where the observer has not met results like this one, or takes each half by itself."""
+        self._see(h)
+        observer: Any = self.observer
+        columns = self.state.device["health"]
+        if observer is None or recomputing() or h.numel() == 0:
+            return None
+        if hasattr(observer, "seat") and observer.seat(self, h, columns):
+            return observer.attend(self, h)
+
+        @torch.no_grad()
+        def gradient(g: Tensor) -> None:
+            observer.gradient(self, g.detach(), columns)
+
+        with torch.no_grad():
+            observer.activation(self, h.detach(), columns)
+        return gradient
 
     # -- slots
     # ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +38,22 @@ from runtime.seeds.state import HEALTH
 
 try:
     _native: Any = importlib.import_module("runtime._health")  # the same sums in C, where built
-    if getattr(_native, "ARGUMENTS", 1) != 3:  # built from other sources than these
+    if getattr(_native, "ARGUMENTS", 1) != 4:  # built from other sources than these
         _native = None
 except ImportError:
     _native = None
 
 ROWS = 512  # samples of a step that are looked at
 FEATURES = 128  # features of a chunk whose correlations are looked at
-DRAWN = 16  # random features phi
-SEEN = 4  # random directions of the gradient, per chunk
+DRAWN = 16  # random features phi; as many as `_health.c` has lanes
+SEEN = 4  # random directions of the gradient, per chunk; the most that `_health.c` takes
 RIDGE = 0.01  # of the mean square of a feature, so that features that are copies of others do no harm
 BINS, SPAN = 16, 4.0  # of the histogram, standard deviations
 TINY = 1e-12
 _KEPT = ("halves", "among", "power")  # across boundaries
 _AT = {name: number for number, name in enumerate(HEALTH)}
 ACTIVATIONS = ("samples", "mean", "variance", "dead", "correlation", "entropy", "rank")
+_PLACE = struct.Struct("14q")  # `place_t` of `_health.c`
 _GRADIENTS = slice(_AT["grad_samples"], _AT["grad_norm_sq"] + 1)
 _PLACES = sum(_AT[name] << 8 * number for number, name in enumerate(ACTIVATIONS))  # as `_health.c` takes them
 
@@ -67,7 +69,7 @@ def parts(features: int, chunks: int) -> list[tuple[int, int, int, int]]:
 
 @dataclass
 class _Branch:
-    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [features, SEEN]
+    """Of one site: fixed random directions `inward` [features, DRAWN] and `outward` [SEEN, features]
     (bfloat16, both shared by layers of one width); the two halves of M per chunk; S; the mean square of
     the gradient per chunk; and the features of the forward that waits for its backward. Sums over sampled
     backwards."""
@@ -98,11 +100,6 @@ class _Branch:
             return
         # The loss is a mean over all rows, a half is half of them.
         share = 2.0 * flat.shape[0] / picked.shape[0]
-        if _fits(picked, self.halves):
-            _native.halves(*_shape_of(picked, self.chunks), waiting.data_ptr(), waiting.shape[1],
-                           self.outward.data_ptr(), self.outward.shape[1], share,
-                           self.halves.data_ptr(), self.among.data_ptr(), self.power.data_ptr())  # fmt: skip
-            return
         phi = torch.relu(waiting)
         phi = phi - phi.mean(0)
         pairs = picked.shape[0] // 2
@@ -112,7 +109,7 @@ class _Branch:
         halves = phi[: 2 * pairs].view(pairs, 2, -1).transpose(0, 1)  # [2, pairs, DRAWN]
         for first, end, low, high in parts(flat.shape[1], self.chunks):
             g = picked[: 2 * pairs, low:high].reshape(2 * pairs, end - first, -1).transpose(0, 1)
-            seen = torch.bmm(g, self.outward[low:high].float().view(end - first, g.shape[2], -1))
+            seen = torch.bmm(g, self.outward[:, low:high].T.float().reshape(end - first, g.shape[2], -1))
             seen = seen.view(end - first, pairs, 2, -1).permute(2, 0, 1, 3)  # [2, chunks, pairs, SEEN]
             both = torch.matmul(halves.transpose(1, 2).unsqueeze(1), seen)
             self.halves[:, first:end].add_(both, alpha=share)
@@ -133,6 +130,36 @@ class _Branch:
         return shared.clamp_min(0.0) / self.power.clamp_min(TINY), shared / size.clamp_min(TINY)
 
 
+@dataclass(frozen=True)
+class _Seat:
+    """What stays the same from one sampled step of a site to the next: the spec of its result (the site's own
+    object), whether that is rows of fp32 as it lies, and where everything is, as `_health.c` takes it.
+    `held`: the tensors that `place` points to."""
+
+    spec: Any
+    plain: bool
+    gains: bool
+    place: bytes
+    held: tuple[Tensor, ...]
+
+
+class _Ear:
+    """Hears the gradient of one forward."""
+
+    __slots__ = ("_seat", "_waiting")
+
+    def __init__(self, seat: _Seat, waiting: bytearray | None) -> None:
+        self._seat, self._waiting = seat, waiting
+
+    def __call__(self, g: Tensor) -> None:
+        seat, waiting, self._waiting = self._seat, self._waiting, None
+        if g.shape != seat.spec.shape or g.dtype is not seat.spec.dtype or not g.is_cpu:
+            return  # a hook before this one made another of it
+        if not (seat.plain and g.is_contiguous()):
+            g = rows_of(g.detach()).contiguous()
+        _native.backward(seat.place, g.data_ptr(), waiting)
+
+
 class HealthObserver:
     """Adds the health of wrapped layers to their state tensors; see the module's text for what is measured.
 
@@ -143,6 +170,7 @@ class HealthObserver:
     def __init__(self, *, memory: float = 0.7, seed: int = 0, gains: bool = True) -> None:
         self.memory, self.seed, self.gains = memory, seed, gains
         self._branches: dict[str, _Branch] = {}
+        self._seats: dict[str, _Seat] = {}
         self._directions: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
         self._at: dict[torch.device, Tensor] = {}
 
@@ -151,10 +179,7 @@ class HealthObserver:
     def activation(self, site: Any, h: Tensor, columns: Tensor) -> None:
         """`h`: the layer's result, before any seed. Adds to `columns`, fp32 [slots, len(HEALTH)]."""
         rows = _picked(rows_of(h))
-        branch = self._branch(site, rows) if self.gains else None
-        if _fits(rows, columns):
-            _in_one_call(rows, columns, branch)
-            return
+        branch = self._branch(site, rows.shape[1], rows.device) if self.gains else None
         for number, (first, end, low, high) in enumerate(parts(rows.shape[1], columns.shape[0])):
             z = rows[:, low:high].view(rows.shape[0], end - first, -1)
             mean = z.mean(0)
@@ -168,17 +193,43 @@ class HealthObserver:
     def gradient(self, site: Any, g: Tensor, columns: Tensor) -> None:
         """`g`: gradient of the loss at the layer's result, of h's shape."""
         flat = rows_of(g)
-        native = _fits(flat, columns)
-        if native:
-            _native.gradient(*_shape_of(flat, columns.shape[0]), columns.data_ptr(), columns.stride(0),
-                             _GRADIENTS.start)  # fmt: skip
-        for first, end, low, high in parts(flat.shape[1], columns.shape[0]) if not native else ():
+        for first, end, low, high in parts(flat.shape[1], columns.shape[0]):
             square = flat[:, low:high].square().view(flat.shape[0], end - first, -1).sum((0, 2))
             found = torch.stack((torch.ones_like(square), square.sqrt(), square), 1)
             columns[first:end, _GRADIENTS].add_(found)
         branch = self._branches.get(site.name)
         if branch is not None:
             branch.meet(flat)
+
+    def attend(self, site: Any, h: Tensor) -> Callable[[Tensor], None] | None:
+        """`activation` by `_health.c`, and a function that is `gradient` for this forward; None where the
+        site has no seat for such a result. One call each that touches little else: a sampled step comes too
+        rarely to find its code in the caches."""
+        seat = self._seats.get(site.name)
+        if (
+            seat is None
+            or seat.spec is not site.spec
+            or h.shape != seat.spec.shape
+            or h.dtype is not seat.spec.dtype
+            or seat.gains is not self.gains
+            or not h.is_cpu
+        ):
+            return None
+        if not (seat.plain and h.is_contiguous()):
+            h = rows_of(h.detach()).contiguous()
+        return _Ear(seat, _native.activation(seat.place, h.data_ptr()))
+
+    def seat(self, site: Any, h: Tensor, columns: Tensor) -> bool:
+        """Make a site's seat for results like `h`, which the site has seen (`site.spec`). False on a card, or
+        without the C part."""
+        if _native is None or not (columns.is_cpu and h.is_cpu):
+            return False
+        rows = rows_of(h.detach())
+        branch = self._branch(site, rows.shape[1], rows.device) if self.gains else None
+        place, held = _place(columns, rows, branch)
+        plain = h.dim() in (2, 3) and h.dtype is torch.float32
+        self._seats[site.name] = _Seat(site.spec, plain, self.gains, place, held)
+        return True
 
     # -- at a boundary
 
@@ -206,10 +257,10 @@ class HealthObserver:
             )
         return found
 
-    def _branch(self, site: Any, rows: Tensor) -> _Branch:
+    def _branch(self, site: Any, features: int, device: torch.device) -> _Branch:
         branch = self._branches.get(site.name)
-        if branch is None or branch.inward.device != rows.device or branch.inward.shape[0] != rows.shape[1]:
-            branch = self._fresh(rows.shape[1], len(site.slots), rows.device)
+        if branch is None or branch.inward.device != device or branch.inward.shape[0] != features:
+            branch = self._fresh(features, len(site.slots), device)
             self._branches[site.name] = branch
         return branch
 
@@ -221,7 +272,7 @@ class HealthObserver:
             generator = torch.Generator().manual_seed(self.seed)
             inward = torch.randn(features, DRAWN, generator=generator) / math.sqrt(features)
             outward = torch.randn(features, seen, generator=generator) / math.sqrt(seen)
-            self._directions[key] = inward.bfloat16().to(device), outward.bfloat16().to(device)
+            self._directions[key] = inward.bfloat16().to(device), outward.T.contiguous().bfloat16().to(device)
         halves = torch.zeros(2, chunks, DRAWN, seen, device=device)
         among = torch.zeros(DRAWN * (DRAWN + 1) // 2, device=device)
         return _Branch(*self._directions[key], chunks, halves, among, torch.zeros(chunks, device=device))
@@ -235,7 +286,7 @@ class HealthObserver:
 
     def load_state_dict(self, state: Mapping[str, Any], sites: Mapping[str, Any]) -> None:
         """Of sites that exist here; others are dropped."""
-        self._branches = {}
+        self._branches, self._seats = {}, {}
         for name, saved in state.items():
             site = sites.get(name)
             if site is None or len(site.slots) != saved["halves"].shape[1]:
@@ -263,35 +314,29 @@ def rows_of(tensor: Tensor) -> Tensor:
     return moved.reshape(-1, moved.shape[-1]).float()
 
 
+def _every(samples: int) -> int:
+    """Which share of the samples is looked at: one in so many, at most ROWS."""
+    return -(-samples // ROWS) or 1
+
+
 def _picked(flat: Tensor) -> Tensor:
     """At most ROWS samples, evenly spaced."""
-    return flat if flat.shape[0] <= ROWS else flat[:: -(-flat.shape[0] // ROWS)]
+    return flat if flat.shape[0] <= ROWS else flat[:: _every(flat.shape[0])]
 
 
-def _fits(rows: Tensor, columns: Tensor) -> bool:
-    """Whether the sums in C can be asked."""
-    return (
-        _native is not None
-        and rows.is_cpu
-        and columns.is_cpu
-        and rows.shape[0] > 0
-        and (rows.shape[1] == 1 or rows.stride(1) == 1)
-    )
-
-
-def _shape_of(rows: Tensor, chunks: int) -> tuple[int, int, int, int, int]:
-    """Address, rows, stride, features and chunks of a matrix, as `_health.c` takes them."""
-    return rows.data_ptr(), rows.shape[0], rows.stride(0), rows.shape[1], chunks
-
-
-def _in_one_call(rows: Tensor, columns: Tensor, branch: _Branch | None) -> None:
-    """What `HealthObserver.activation` adds to `columns`, and the projection that waits for the gradient."""
-    inward = waiting = drawn = 0
+def _place(columns: Tensor, rows: Tensor, branch: _Branch | None) -> tuple[bytes, tuple[Tensor, ...]]:
+    """What the sums in C read of a result [samples, features] and add to: a packed `place_t`, and the tensors
+    that it points to."""
+    held: tuple[Tensor, ...] = ()
+    directions = sums = (0, 0, 0)
     if branch is not None:
-        held = branch.waiting = torch.empty(rows.shape[0], DRAWN)
-        inward, waiting, drawn = branch.inward.data_ptr(), held.data_ptr(), DRAWN
-    _native.activation(*_shape_of(rows, columns.shape[0]), columns.data_ptr(), columns.stride(0), _PLACES,
-                       inward, drawn, waiting)  # fmt: skip
+        held = (branch.inward, branch.outward, branch.halves, branch.among, branch.power)
+        directions = (branch.inward.data_ptr(), branch.outward.data_ptr(), branch.outward.shape[0])
+        sums = tuple(tensor.data_ptr() for tensor in held[2:])
+    samples, features = rows.shape
+    place = _PLACE.pack(samples, _every(samples), features, columns.shape[0], columns.data_ptr(),
+                        columns.stride(0), _PLACES, _GRADIENTS.start, *directions, *sums)  # fmt: skip
+    return place, (columns, *held)
 
 
 def _sums(unit: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

@@ -100,17 +100,12 @@ def _run(h: Tensor, key: str, grad: bool) -> Tensor:
     if layer is None or layer.quiet:
         _loud.discard(key)
         return _NOTHING
-    back = _watched(layer, h) if layer.watched and grad else _through(layer, h, grad)
+    back = layer.watch(h) if layer.watched and grad else _through(layer, h, grad)
     if back is None:
         return _NOTHING
     ticket = next(_tickets)
     _waiting[ticket] = (key, back)
     return torch.scalar_tensor(ticket, dtype=torch.uint64)
-
-
-def _watched(layer: Any, h: Tensor) -> Callable[[Tensor], None] | None:
-    with torch.no_grad():
-        return layer.watch(h)
 
 
 def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | None:

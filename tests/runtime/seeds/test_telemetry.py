@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime.seeds import telemetry
 from runtime.seeds.facts import SlotFacts
 from runtime.seeds.health import health_of
 from runtime.seeds.lifecycle import Fault, Lifecycle
+from runtime.seeds.seed import Spec
 from runtime.seeds.state import HEALTH, StateTensor
 from runtime.seeds.telemetry import HealthObserver, parts
 
@@ -24,6 +26,7 @@ class FakeSite:
     name: str
     chunks: int
     state: StateTensor = field(init=False)
+    spec: Spec | None = None
 
     def __post_init__(self) -> None:
         self.state = StateTensor(self.chunks)
@@ -200,7 +203,7 @@ def test_nothing_is_read_back_on_a_sampled_step(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 1), (37, 50, 4), (700, 24, 3), (33, 300, 2), (5, 6, 6)])
-def test_the_sums_in_c_are_those_of_torch(shape: tuple[int, int, int], monkeypatch: Any) -> None:
+def test_the_sums_in_c_are_those_of_torch(shape: tuple[int, int, int]) -> None:
     if telemetry._native is None:
         pytest.skip("the C part is not built")
     rows, features, chunks = shape
@@ -208,12 +211,19 @@ def test_the_sums_in_c_are_those_of_torch(shape: tuple[int, int, int], monkeypat
     h, g = torch.randn(rows, features), 0.1 * torch.randn(rows, features)
     h[:, 1] = 0.5
     found = []
-    for native in (telemetry._native, None):
-        monkeypatch.setattr(telemetry, "_native", native)
+    for native in (True, False):
         site, observer = FakeSite("layer", chunks), HealthObserver()
+        columns = site.state.device["health"]
         for many in (rows, max(rows - 3, 1)):
-            observer.activation(site, h[:many], site.state.device["health"])
-            observer.gradient(site, g[:many], site.state.device["health"])
+            if native:
+                site.spec = Spec(tuple(h[:many].shape), h.dtype, h.device)
+                assert observer.attend(site, h[:many]) is None and observer.seat(site, h[:many], columns)
+                hear = observer.attend(site, h[:many])
+                assert hear is not None
+                hear(g[:many])
+            else:
+                observer.activation(site, h[:many], columns)
+                observer.gradient(site, g[:many], columns)
         observer.close_epoch({"layer": site})
         found.append((site.state.device["health"].clone(), observer._branches["layer"].halves))
     assert found[0][0].abs().sum() > 1 and found[0][1].abs().sum() > 0
@@ -288,3 +298,18 @@ def test_turns_follow_a_checkpoint_with_another_stride() -> None:
         seen = [number for number, site in enumerate(growth.sites.values()) if site.sampling]
         assert growth.step == step and seen == {0: [0], 3: [1]}.get(step % 6, [])
         growth.tick()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_forward_that_is_computed_again_is_not_observed_again(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr(telemetry, "_native", None)
+    model = runtime.wrap(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), "0")
+    growth = runtime.growth_of(model)
+    growth.observe(HealthObserver(), every=1)
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    row = dict(zip(HEALTH, growth.sites["0"].state.device["health"][0].tolist(), strict=True))
+    assert row["samples"] == 1 and row["grad_samples"] <= 1
