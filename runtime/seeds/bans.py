@@ -8,10 +8,11 @@ its checkpoints.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from runtime.seeds.commands import append_lines, cut_torn
 
 SCHEMA = "esper-tombstone/1"
 
@@ -26,10 +27,12 @@ class Bans:
         self.embargoes: dict[tuple[str, str], int] = {}
         self.quarantine: dict[str, str] = {}  # artifact -> why it is not taken again in this run
         if self.path is not None and self.path.exists():
+            if writes:
+                cut_torn(self.path)
             self.tombstones = [line for line in map(_parsed, self.path.read_bytes().split(b"\n")) if line]
 
     def bury(self, slot: str, artifact: str, epoch: int, reason: str) -> None:
-        """Durable before this returns, where there is a file."""
+        """Durable before this returns, where there is a file and it can be written (else in this process)."""
         self._write({"slot": slot, "artifact": artifact, "epoch": epoch, "reason": reason, "locked": True})
 
     def unlock(self, slot: str, epoch: int) -> None:
@@ -42,13 +45,7 @@ class Bans:
         self.tombstones.append(line)
         if self.path is None or not self.writes:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, (json.dumps(line, sort_keys=True) + "\n").encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_lines(self.path, [json.dumps(line, sort_keys=True)], sync=True)
 
     def locked(self) -> dict[str, dict[str, Any]]:
         """Slots that wait for an operator, with the line that says why."""

@@ -4,7 +4,8 @@
                     -> rounds of the same for what is mechanical (`runtime.seeds.autopilot`)
 
 Preparing may fail and is undone; applying only writes numbers that are at hand, so a boundary ends with all
-of its accepted commands done. The journal takes all lines of a round in one write.
+of its accepted commands done. The journal takes all lines of a round in one write, and is on the disk when
+the boundary ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from runtime.seeds.lifecycle import (
     choose,
     moves_from,
 )
-from runtime.seeds.seed import Seed, declared_by, known_facts, make, probe, state_in_library
+from runtime.seeds.seed import Seed, declared_by, known_facts, make, probe
 
 ROUNDS = 16
 S = Lifecycle
@@ -73,7 +74,7 @@ def commit(growth: Any, snapshot: Snapshot, pilot: bool) -> Boundary:
     """Carry out what waits; see `Growth.commit`."""
     structure.agree(growth)
     if snapshot.corrupt:
-        return Boundary(growth.epoch, (), (), False, structure.digest(growth), snapshot.corrupt)
+        return Boundary(growth.epoch, (), (), False, structure.shared(growth), snapshot.corrupt)
     applied: list[Applied] = []
     refused: list[Refusal] = []
     waiting = growth.ranks.share(growth.queue.take(growth.order))
@@ -90,13 +91,14 @@ def commit(growth: Any, snapshot: Snapshot, pilot: bool) -> Boundary:
         done, refusals = _round(growth, now)
         applied += done
         refused += refusals
+    growth.journal.sync()
     growth.reselect()
     structure.agree(growth)
     after = growth.surgeon.names() if growth.surgeon is not None else []
     rollback = autopilot.rollback(growth)
     growth.emit("BOUNDARY", applied=len(applied), refused=len(refused), rollback=rollback)
     return Boundary(
-        growth.epoch, tuple(applied), tuple(refused), groups != after, structure.digest(growth), rollback
+        growth.epoch, tuple(applied), tuple(refused), groups != after, structure.shared(growth), rollback
     )
 
 
@@ -213,7 +215,7 @@ def _ask_library(growth: Any, ready: Prepared) -> None:
 def still_valid(growth: Any, artifact: str) -> None:
     """E0721, E0740 or E0742 when the library says now that the artifact may not run. Its bytes are verified
     by whoever reads them, once per process."""
-    state = state_in_library(growth.library, artifact)
+    state = growth.state_in_library(artifact)
     if state != VALIDATED and not growth.allow_unvalidated:
         code = "E0721" if state == "MISSING" else "E0742" if state == "REVOKED" else "E0740"
         raise EsperError(code, f"{artifact} is {state} now", node=artifact)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 from runtime.seeds.errors import fail
 from runtime.seeds.lifecycle import Issuer, Verb
 
+log = logging.getLogger("esper.growth")
 GENESIS = "0" * 64
 SCHEMA = "esper-journal/1"
 
@@ -145,8 +147,7 @@ def line_hash(previous: str, body: Mapping[str, Any]) -> str:
     return _hash(previous, _text(body))
 
 
-def _text(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=True)
+_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=True).encode
 
 
 def _hash(previous: str, text: str) -> str:
@@ -162,31 +163,62 @@ class Journal:
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.path = Path(path) if path is not None else None
-        self.lines: list[dict[str, Any]] = []
+        self._fresh: list[str] = []  # lines that nobody asked for yet, as text
+        self._waiting: list[str] = []  # lines that are not in the file yet
+        self._stale = False  # whether the file has lines that do not count any more
+        self._unsure = False  # whether a loss of power could take what was written
+        self.lines = []
         if self.path is not None and self.path.exists():
             self.lines = list(read(self.path, repair=True))
 
     @property
-    def head(self) -> str:
-        return self.lines[-1]["hash"] if self.lines else GENESIS
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines as documents."""
+        self._lines.extend(map(json.loads, self._fresh))
+        self._fresh = []
+        return self._lines
+
+    @lines.setter
+    def lines(self, lines: list[dict[str, Any]]) -> None:
+        self._lines, self._fresh = lines, []
+        self.head = lines[-1]["hash"] if lines else GENESIS
 
     def append(self, kind: str, **facts: Any) -> dict[str, Any]:
         """One line, durable before this returns where there is a file."""
-        return self.extend([{"kind": kind, **facts}])[0]
+        self.extend([{"kind": kind, **facts}])
+        self.sync()
+        return self.lines[-1]
 
-    def extend(self, bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Several lines in one write: all of a boundary, or (after a kill) a prefix that ends at a line."""
-        made: list[dict[str, Any]] = []
-        previous, seq = self.head, len(self.lines)
+    def extend(self, bodies: Iterable[Mapping[str, Any]]) -> None:
+        """Several lines in one write: all of them, or (after a kill) a prefix that ends at a line. A kill of
+        the process takes nothing that was written; `sync` makes it outlast the machine too. What cannot be
+        written (a full disk) is logged, and written with the lines after it."""
+        made: list[str] = []
+        previous, seq = self.head, len(self._lines) + len(self._fresh)
         for body in bodies:
             text = _text({"schema": SCHEMA, "seq": seq, **body, "previous": previous})
-            document = {**json.loads(text), "hash": _hash(previous, text)}
-            made.append(document)
-            previous, seq = document["hash"], seq + 1
-        if made and self.path is not None:
-            _append(self.path, made)
-        self.lines.extend(made)
-        return made
+            previous, seq = _hash(previous, text), seq + 1
+            made.append(f'{text[:-1]},"hash":"{previous}"}}')
+        self._fresh += made
+        self.head = previous
+        if self.path is not None:
+            self._waiting += made
+            self._write(sync=False)
+
+    def sync(self) -> None:
+        """Have everything that was written on the disk before this returns."""
+        if self._unsure:
+            self._write(sync=True)
+
+    def _write(self, *, sync: bool) -> None:
+        assert self.path is not None
+        self._unsure = True
+        if self._stale:
+            done = _replace(self.path, self.lines)
+        else:
+            done = append_lines(self.path, self._waiting, sync=sync)
+        if done:
+            self._waiting, self._stale, self._unsure = [], False, not sync
 
     def verify(self) -> None:
         """E1011 names the first line that does not follow from those before it."""
@@ -198,34 +230,64 @@ class Journal:
         wanted = [dict(line) for line in lines]
         check(wanted)
         same = 0
-        while same < min(len(wanted), len(self.lines)) and wanted[same] == self.lines[same]:
+        while same < min(len(wanted), len(self.lines)) and wanted[same]["hash"] == self.lines[same]["hash"]:
             same += 1
         dropped, before = self.lines[same:], len(self.lines)
         self.lines = wanted
         if self.path is None or (not dropped and before == len(wanted)):
             return
         if dropped:
-            _append(self.path.with_suffix(".rolled_back.jsonl"), dropped)
-        _replace(self.path, wanted)
+            append_lines(self.path.with_suffix(".rolled_back.jsonl"), map(_text, dropped), sync=True)
+        self._stale = True
+        self._write(sync=True)
 
 
-def _append(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
-    data = "".join(json.dumps(d, sort_keys=True) + "\n" for d in documents).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def append_lines(path: Path, lines: Iterable[str], *, sync: bool) -> bool:
+    """Append whole lines to a file, on the disk before this returns when `sync`. False, with an error in the
+    log and the file as it was, when they cannot be written."""
+    data = "".join(line + "\n" for line in lines).encode()
     try:
-        os.write(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _whole(descriptor, data)
+            if sync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        log.error("%s cannot be written: %s", path, error)
+        return False
+    return True
 
 
-def _replace(path: Path, documents: Iterable[Mapping[str, Any]]) -> None:
+def _whole(descriptor: int, data: bytes) -> None:
+    """All of `data`, or none of it."""
+    before = os.fstat(descriptor).st_size
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+def cut_torn(path: Path) -> None:
+    """Cut off a last line that a kill left half written: what is appended to it would be lost with it."""
+    raw = path.read_bytes()
+    whole = raw.rfind(b"\n") + 1
+    if whole < len(raw):
+        os.truncate(path, whole)
+
+
+def _replace(path: Path, documents: Iterable[Mapping[str, Any]]) -> bool:
     fresh = path.with_suffix(".tmp")
     fresh.unlink(missing_ok=True)
-    _append(fresh, documents)
+    if not append_lines(fresh, map(_text, documents), sync=True):
+        return False
     fresh.touch()
     os.replace(fresh, path)
+    return True
 
 
 def check(lines: Iterable[Mapping[str, Any]]) -> None:
@@ -243,15 +305,17 @@ def check(lines: Iterable[Mapping[str, Any]]) -> None:
 def read(path: Path, *, repair: bool = False) -> Iterator[dict[str, Any]]:
     """The lines of a journal, checked. A torn last line (a kill while it was written) is left out, and with
     `repair` cut off the file; anything else that is wrong is E1011."""
-    raw = path.read_bytes()
-    whole, _, torn = raw.rpartition(b"\n")
-    if torn and repair:
-        os.truncate(path, len(whole) + 1 if whole else 0)
+    if repair:
+        cut_torn(path)
+    whole = path.read_bytes().rpartition(b"\n")[0]
     lines: list[dict[str, Any]] = []
     for number, text in enumerate(whole.split(b"\n") if whole else []):
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
-            raise fail("E1011", f"{path.name}: line {number} is no JSON", node=str(number)) from None
+            line = None
+        if not isinstance(line, dict):
+            raise fail("E1011", f"{path.name}: line {number} is no JSON object", node=str(number))
+        lines.append(line)
     check(lines)
     yield from lines

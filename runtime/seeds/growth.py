@@ -91,6 +91,7 @@ class Growth:
         self.moving: tuple[Slot, ...] = ()
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
         self._told: dict[str, dict[str, Number]] = {}
+        self._states: dict[str, str] = {}  # by artifact, as the library said at this boundary
         self._snapshot: Snapshot | None = None
         self._handles: list[Any] = []
         self.queue.seen(line["command"]["command_id"] for line in self.journal.lines if "command" in line)
@@ -419,7 +420,9 @@ class Growth:
             raise fail("E1009", "no optimizer step was seen in an epoch with a graft under way",
                        hint="runtime.attach(model, optimizer), and step that optimizer")  # fmt: skip
         snapshot = self.snapshot()
+        self._states.clear()
         done = commit(self, snapshot, autopilot)
+        self._states.clear()
         self._end_epoch()
         return done
 
@@ -433,10 +436,16 @@ class Growth:
         self.ticks = 0
         self._snapshot = None
 
+    def state_in_library(self, artifact: str) -> str:
+        """What the library says now about an artifact; within one boundary it is asked once."""
+        if artifact not in self._states:
+            self._states[artifact] = state_in_library(self.library, artifact)
+        return self._states[artifact]
+
     def held_states(self) -> dict[str, str]:
         """What the library says now about the artifacts that slots hold, by slot id."""
         return {
-            s.id: state_in_library(self.library, s.artifact)
+            s.id: self.state_in_library(s.artifact)
             for site in self.sites.values()
             for s in site.active
             if s.artifact

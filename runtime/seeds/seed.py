@@ -239,15 +239,21 @@ def probe(seed: Seed, spec: Spec) -> Probe:
         exec_us = _known.exec_us.get(key)
         with torch.set_grad_enabled(exec_us is None):
             z = seed(h)
-        finite = bool(z.detach().isfinite().all())
+        finite = _finite(z.detach())
         if exec_us is None:
             named = seed.named()
             found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
-            finite = finite and all(bool(t.isfinite().all()) for t in found)
+            finite = finite and all(map(_finite, found))
             exec_us = round(sorted(_timed(seed, h) for _ in range(PROBES))[PROBES // 2] * 1e6)
             if finite and not seed.broken:
                 keep(_known.exec_us, key, exec_us, _Timed.MOST)
     return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, exec_us)
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all are; one pass (the ends of a set with something that is no number are none either)."""
+    ends = torch.aminmax(values) if values.numel() else ()
+    return all(math.isfinite(end.item()) for end in ends)
 
 
 @torch.no_grad()

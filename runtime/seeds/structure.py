@@ -49,6 +49,11 @@ def _parameters(found: Any, owner: str, module: Any) -> None:
         found.update(f"{owner} {name} {parameter.requires_grad} {checksum(parameter)}".encode())
 
 
+def shared(growth: Any) -> str:
+    """The digest, where there is another rank to compare it with; else empty."""
+    return digest(growth) if growth.ranks.many > 1 else ""
+
+
 def agree(growth: Any) -> None:
     """E1012 where ranks differ."""
     if growth.ranks.many > 1:
