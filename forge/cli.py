@@ -91,6 +91,9 @@ def _blueprint(path: Path) -> Any:
 @TARGET
 @click.option("--objective", "objectives", multiple=True, help="speed (default), memory, power; repeatable.")
 @click.option(
+    "--memory-budget", "memory", multiple=True, help="Share of what speed keeps, from 0 to 1; repeatable."
+)
+@click.option(
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )
 @click.option("--deny", multiple=True, help="Make a warning an error: its code, or all. Repeatable.")
@@ -102,6 +105,7 @@ def compile_(
     pipelines: tuple[str, ...],
     targets: tuple[str, ...],
     objectives: tuple[str, ...],
+    memory: tuple[str, ...],
     replay: Path | None,
     deny: tuple[str, ...],
     budget: str | None,
@@ -109,6 +113,7 @@ def compile_(
     as_json: bool,
 ) -> None:
     """Compile blueprint files, directories, globs or - (standard input) into the library."""
+    from forge.objectives import within
     from forge.service import as_json as row
     from library.store import Library
 
@@ -118,7 +123,7 @@ def compile_(
         options = {
             "pipelines": pipelines or ("fast",),
             "targets": targets or ("auto",),
-            "objectives": objectives or ("speed",),
+            "objectives": (*objectives, *map(within, memory)) or ("speed",),
             "library": store,
             "replay": _journal(replay) if replay else None,
             "deny": deny,
@@ -236,15 +241,16 @@ def _progress(as_json: bool) -> Iterator[Callable[[str], None]]:
 @main.command()
 @click.argument("path")
 @click.option("--target", default="auto", help="Hardware target (default: auto).")
+@click.option("--objective", default="speed", help="speed (default), memory, memory-0.5, power.")
 @JSON
-def explain(path: str, target: str, as_json: bool) -> None:
+def explain(path: str, target: str, objective: str, as_json: bool) -> None:
     """Show the fusion groups with bytes, operations and floors, and why candidates were refused."""
     from forge.explain import explain as document
     from forge.explain import render
     from forge.service import front
 
     with _errors(as_json):
-        made = document(front(_blueprint(_files((path,))[0]), target))
+        made = document(front(_blueprint(_files((path,))[0]), target, aim=objective))
         click.echo(json.dumps(made, indent=1) if as_json else render(made))
 
 

@@ -103,11 +103,9 @@ def save(work: Work) -> Work:
     """Choose what the backward keeps."""
     if work.joint is None:
         return work
-    card = work.target.kind != "cpu"
-    leaves = frozenset(v.name for v in work.blueprint.leaves if v.kind != "input")
-    resident = leaves if work.objective == "memory" else None
-    power = work.target if work.objective == "power" else None
-    return replace(work, saved=choose_saved(work.joint, tuned_sizes(work.joint.graph), card, resident, power))
+    resident = frozenset(v.name for v in work.blueprint.leaves if v.kind != "input")
+    sizes = tuned_sizes(work.joint.graph)
+    return replace(work, saved=choose_saved(work.joint, sizes, work.target, work.objective, resident))
 
 
 def plan(work: Work) -> Work:
@@ -225,19 +223,8 @@ TUNED: tuple[Step, ...] = (*FRONT, ("tune", tune), *BACK)
 STANDARD = Pipeline("standard", "300 tiles measured on the card that is here, within 5 minutes", TUNED)
 AGGRESSIVE = Pipeline("aggressive", "as many tiles as the budget allows (30 minutes if not told)", TUNED)
 PIPELINES = {p.name: p for p in (FAST, STANDARD, AGGRESSIVE)}
-OBJECTIVES = ("speed", "memory", "power")
-"""What an artifact is made for: `memory` keeps the fewest bytes between forward and backward, `power` spends
-the fewest joules."""
 EFFORTS: dict[str, tuple[int, float]] = {"standard": (300, 300.0), "aggressive": (100_000, 1800.0)}
 """Trials and seconds of the pipelines that measure."""
-
-
-def objective(name: str) -> str:
-    """The name itself; E0529 names the known ones."""
-    if name not in OBJECTIVES:
-        hint = f"one of: {', '.join(OBJECTIVES)}"
-        raise EsperError("E0529", f"unknown objective {name!r}", hint=hint, exit_code=EXIT_USAGE)
-    return name
 
 
 def pipeline(name: str) -> Pipeline:

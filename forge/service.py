@@ -24,8 +24,9 @@ from forge.emit import c as emit_c
 from forge.emit.triton import emit_kernel
 from forge.emit.triton_scalars import preamble
 from forge.lower import Kernels
+from forge.objectives import objective
 from forge.pass_manager import run
-from forge.pipelines import EFFORTS, objective, pipeline
+from forge.pipelines import EFFORTS, pipeline
 from forge.target import resolve
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal

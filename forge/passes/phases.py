@@ -102,11 +102,11 @@ def _spells(view: View, made: Mapping[str, Node], others: Set[str]) -> bool:
 
 
 def choose_saved(
-    joint: Joint, sizes: Mapping[str, int], card: bool = True, resident: frozenset[str] | None = None,
-    power: Target | None = None,
-) -> tuple[str, ...]:  # fmt: skip
+    joint: Joint, sizes: Mapping[str, int], target: Target, objective: str, resident: frozenset[str]
+) -> tuple[str, ...]:
     """What the forward hands to the backward (forge.passes.save)."""
-    return saved_values(joint.graph, frozenset(joint.cotangents.values()), sizes, card, resident, power)
+    cotangents = frozenset(joint.cotangents.values())
+    return saved_values(joint.graph, cotangents, sizes, target, objective, resident)
 
 
 def _owned(

@@ -9,7 +9,10 @@ anyway. Ties go to leaves, so that no kernel writes what exists already. (Chen e
 is that of torch's functorch partitioner.)
 
 The objective `memory` prices what stays in memory between forward and backward instead: parameters are there
-anyway, everything else counts its bytes once, and everything may be computed again, products too.
+anyway, everything else counts its bytes once, and everything may be computed again, products too. A budget
+between the two adds both prices, a kept byte weighing as much as it takes until the budget is kept (the
+Lagrange multiplier of that limit): what is chosen is then the least traffic for the bytes it keeps. Products
+and libraries' operators are done again at the price of the bytes that a copy moves in their time.
 
 The objective `power` prices both sides in joules (forge.energy): a saved value the bytes that it moves, one
 that is computed again its operations and, of products and reductions, the operands that they read; static
@@ -19,6 +22,7 @@ power flows for the time of either. Libraries' operators and running values are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import networkx
 
@@ -26,44 +30,101 @@ from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Pointwise
 from esper_ir.registry import OPS
 from esper_ir.scalar import Prim, walk
+from esper_ir.show import flops
 from forge.energy import Energy
 from forge.groups import lowering_kind
+from forge.objectives import share_of
 from forge.target import Target
 from forge.templates.choice import SLOW
 from forge.views import movement, views
 
 RECOMPUTED = ("pointwise", "movement", "creation")
+HEAVIEST = 2.0**40
+"""Bytes moved for a byte less kept, beyond which no choice differs."""
 
 
 def saved_values(
-    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], card: bool = True,
-    resident: frozenset[str] | None = None, power: Target | None = None,
+    joint: Graph, cotangents: frozenset[str], sizes: Mapping[str, int], target: Target,
+    objective: str = "speed", resident: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:  # fmt: skip
     """Names of the forward values to hand to the backward, in graph order. `sizes` binds dims for the
-    prices. With `resident`, the leaves that are in memory anyway, the fewest bytes are kept; with `power` the
-    fewest joules are spent on that target. On a `card` a
-    kernel reads rows of a table itself, so that it does so again for nothing; on a processor a convolution
-    takes the bias that is added to it, and its result has no memory.
+    prices; `resident` are the leaves that are in memory anyway. On a card a kernel reads rows of a table
+    itself, so that it does so again for nothing; on a processor a convolution takes the bias that is added to
+    it, and its result has no memory.
     """
     late = depends_on(joint, cotangents)
     needed = {v for n in joint if n.id in late for v in n.tensors if v not in late and v not in cotangents}
     needed |= {o for o in joint.outputs if o in needed}
     if not needed:
         return ()
-    again = (*RECOMPUTED, *(("lookup",) if card else ()))
+    card = target.kind != "cpu"
     moved = _traffic(joint, sizes, _stored(joint, late, card))
-    if power is not None and power.energy is not None:
-        a_byte = power.energy.moved(1.0, power.copy_TBps)
-        redone = _redone(joint, sizes, power, power.energy, late)
-        flow = _network(joint, late, needed, redone, lambda name: round(moved(name) * a_byte))
-    elif resident is not None:
-        flow = _network(joint, late, needed, lambda node: 0, _kept(joint, sizes, resident))
-    else:
-        flow = _network(joint, late, needed, _free(again, _gathered(joint)), moved)
+    cut = partial(_cut, joint, late, needed)
+    if objective == "power" and target.energy is not None:
+        a_byte = target.energy.moved(1.0, target.copy_TBps)
+        redone = _redone(joint, sizes, target, target.energy, late)
+        return cut(redone, lambda name: round(moved(name) * a_byte))
+    kept = _kept(joint, sizes, resident)
+    share, fewest = share_of(objective), lambda: cut(lambda node: 0, kept)
+    if share == 0.0:
+        return fewest()
+    gathered = _gathered(joint)
+    fastest = cut(_free((*RECOMPUTED, *(("lookup",) if card else ())), gathered), moved)
+    if share == 1.0:
+        return fastest
+    timed = _timed(joint, sizes, target, gathered)
+    return _budgeted(fastest, fewest(), share, kept, lambda weight, paid: cut(
+        timed, lambda name: moved(name) + (0 if name in paid else round(weight * kept(name)))
+    ))  # fmt: skip
+
+
+def _cut(
+    joint: Graph, late: frozenset[str], needed: set[str], again: Callable[[Node], int | None],
+    price: Callable[[str], int],
+) -> tuple[str, ...]:  # fmt: skip
+    flow = _network(joint, late, needed, again, price)
     _, (reachable, _) = networkx.minimum_cut(flow, "source", "sink")
     order = [*joint.inputs, *(o for n in joint for o in n.outputs)]
-    cut = [v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable]
-    return tuple(cut)
+    return tuple(
+        v for v in order if ("in", v) in reachable and ("out", v) in flow and ("out", v) not in reachable
+    )
+
+
+def _budgeted(
+    fastest: tuple[str, ...], fewest: tuple[str, ...], share: float, kept: Callable[[str], int],
+    weighed: Callable[[float, frozenset[str]], tuple[str, ...]],
+) -> tuple[str, ...]:  # fmt: skip
+    """What keeps no more bytes than the budget: by the smallest weight of a kept byte that does, within one
+    part in a thousand; the fewest bytes where no weight does. What a smaller weight would keep beside it is
+    then taken, the largest first, as far as there is room: values of one price come and go together."""
+
+    def total(values: tuple[str, ...]) -> int:
+        return sum(map(kept, values))
+
+    limit = total(fewest) + share * (total(fastest) - total(fewest))
+    if total(fastest) <= limit:
+        return fastest
+    none = frozenset[str]()
+    low, high, over, best = 0.0, 1.0, fastest, weighed(1.0, none)
+    while total(best) > limit:
+        if high > HEAVIEST:
+            best = fewest
+            break
+        low, high, over = high, 4 * high, best
+        best = weighed(high, none)
+    while high - low > high / 1000:
+        middle = (low + high) / 2
+        found = weighed(middle, none)
+        if total(found) > limit:
+            low, over = middle, found
+        else:
+            high, best = middle, found
+    paid = none
+    for value in sorted(set(over) - set(best), key=lambda v: (-kept(v), v)):
+        found = weighed(high, paid | {value})
+        if total(found) <= limit:
+            best, paid = found, paid | {value}
+    return best
 
 
 def depends_on(graph: Graph, roots: frozenset[str]) -> frozenset[str]:
@@ -102,6 +163,24 @@ def _kept(joint: Graph, sizes: Mapping[str, int], resident: frozenset[str]) -> C
 def _free(again: tuple[str, ...], gathered: set[str]) -> Callable[[Node], int | None]:
     """What computing a node again costs: nothing for these kinds of work, all others are not repeated."""
     return lambda node: 0 if lowering_kind(node) in again and node.id not in gathered else None
+
+
+def _timed(
+    joint: Graph, sizes: Mapping[str, int], target: Target, gathered: set[str]
+) -> Callable[[Node], int | None]:
+    """Bytes that a copy moves in the time of computing a node again; element-by-element work costs nothing,
+    since it lands in a kernel that reads its operands anyway."""
+    free = RECOMPUTED if target.kind == "cpu" else (*RECOMPUTED, "lookup")
+
+    def price(node: Node) -> int:
+        if lowering_kind(node) in free and node.id not in gathered:
+            return 0
+        read = sum(_bytes(joint, v, sizes) for v in dict.fromkeys(node.tensors))
+        written = sum(_bytes(joint, v, sizes) for v in node.outputs)
+        busy = flops(joint, node).value(sizes) * target.copy_TBps / max(target.bf16_TFLOPs, target.copy_TBps)
+        return max(read + written, round(busy)) + 1
+
+    return price
 
 
 def _redone(
@@ -164,11 +243,15 @@ def _network(
             # A view has no memory of its own to keep: without a capacity it is never cut.
             cost = {} if kind == "movement" else {"capacity": price(name)}
             flow.add_edge(("in", name), ("out", name), **cost)
-            redo = again(node)
-            if redo != 0:
-                flow.add_edge("source", ("in", name), **({} if redo is None else {"capacity": redo}))
             for operand in node.tensors:
                 flow.add_edge(("out", operand), ("in", name))
+        redo, first = again(node), ("in", node.id)
+        if redo != 0:
+            flow.add_edge("source", first, **({} if redo is None else {"capacity": redo}))
+        for other in node.outputs[1:]:
+            # All results of a node are made on the same side.
+            flow.add_edge(first, ("in", other))
+            flow.add_edge(("in", other), first)
     for name in needed:
         flow.add_edge(("out", name), "sink")
     return flow

@@ -10,6 +10,7 @@ import torch
 
 import esper_ir.text as text
 from esper_ir.diagnostics import EsperError
+from forge.objectives import objective
 from forge.passes import save
 from forge.pipelines import Work
 from forge.plan import RowTile
@@ -72,6 +73,50 @@ def _means_the_same(name: str, target: str, backend: str, aim: str) -> None:
         assert close(found[value], wide[value], eager[value]), value
 
 
+@pytest.mark.parametrize("name", ["swiglu", "mamba_scan", "seed_attention"])
+def test_a_budget_is_kept_and_used(name: str) -> None:
+    """No share keeps more than a larger one, none more than its part of the bytes between the ends."""
+    blueprint = text.load(EXAMPLES / f"{name}.json")
+    aims = ("memory", "memory-0.25", "memory-0.5", "memory-0.75", "speed")
+    least, *between, most = [kept(front(blueprint, "h100", aim=aim)) for aim in aims]
+    assert sorted(between) == between
+    for share, found in zip((0.25, 0.5, 0.75), between, strict=True):
+        assert least <= found <= least + share * (most - least)
+    assert name == "seed_attention" or least < between[-1], "three quarters leave room for something"
+
+
+def test_values_of_one_price_are_kept_one_by_one() -> None:
+    """Gate and up projection weigh the same: half of the budget keeps one of them, not none."""
+    work = front(text.load(EXAMPLES / "swiglu.json"), "h100", aim="memory-0.5")
+    assert len({"g", "u"} & set(work.saved)) == 1
+
+
+@pytest.mark.parametrize("name", ["squeeze_excite", pytest.param("mamba_scan", marks=pytest.mark.slow)])
+def test_block_within_a_budget_means_the_same(name: str) -> None:
+    _means_the_same(name, "h100", "plans", "memory-0.5")
+
+
+def test_all_results_of_a_library_call_are_on_one_side() -> None:
+    """Attention hands on its result and the sums of its rows: both are kept, or it runs again."""
+    for share in (0.3, 0.6, 0.75, 0.9):
+        work = front(text.load(EXAMPLES / "seed_attention.json"), "h100", aim=f"memory-{share}")
+        assert ("a:attention" in work.saved) is ("a:attention.1" in work.saved)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [("memory-0.50", "memory-0.5"), ("memory-0", "memory"), ("memory-1.0", "speed")]
+)
+def test_a_budget_has_one_spelling(given: str, found: str) -> None:
+    assert objective(given) == found
+
+
+@pytest.mark.parametrize("given", ["memory-", "memory-2", "memory--0.1", "memory-nan", "memory-half"])
+def test_what_is_no_budget(given: str) -> None:
+    with pytest.raises(EsperError) as refused:
+        objective(given)
+    assert refused.value.code == "E0550"
+
+
 def test_a_portfolio_is_two_artifacts(tmp_path: Path) -> None:
     blueprint = text.load(EXAMPLES / "seed_mlp_64.json")
     with Library.open(tmp_path / "library", trust=tmp_path / "trust", roles=("compiler",)) as library:
@@ -88,7 +133,7 @@ def test_a_portfolio_is_two_artifacts(tmp_path: Path) -> None:
         assert library.resolve(power.artifact_id).objective == "power"
         with pytest.raises(EsperError) as refused:
             compile_blueprint(blueprint, targets=("cpu",), objectives=("beauty",), library=library)
-    assert refused.value.code == "E0529" and refused.value.hint == "one of: speed, memory, power"
+    assert refused.value.code == "E0529" and refused.value.hint == "one of: speed, memory, power, memory-0.5"
 
 
 def joules(work: Work) -> float:

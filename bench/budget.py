@@ -1,0 +1,132 @@
+"""What a memory budget costs: bytes kept for the backward, peak memory and time, by share.
+
+    python -m bench.budget --out out/budget [--size small]        (three blocks, a minute or two)
+
+Each block is compiled once per share of the bytes between the fewest (0) and those that `speed` keeps (1), at
+one size; all of a block are timed side by side, forward and backward. Bytes kept are those of the plan; peaks
+are the card's, beyond what was there before the step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import esper_ir.text as text
+from bench import measure, peers, results
+from bench.blocks import SIZES, Block, Sizes, available
+from bench.crew import say
+from bench.results import figure
+from esper_ir.graph import Blueprint
+from forge.objectives import within
+from forge.service import compile_blueprint, front
+from forge.work import Work
+from library.store import Library
+
+BLOCKS = ("geglu", "squeeze_excite", "mamba_scan")
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def at(block: Block, sizes: Sizes) -> Blueprint:
+    """The block tuned for these sizes alone."""
+    made = text.load(block.blueprint)
+    dims = {n: replace(d, tune=(sizes[n],)) if n in sizes else d for n, d in made.dims.items()}
+    return replace(made, dims=dims)
+
+
+def kept(work: Work, sizes: Sizes) -> int:
+    """Bytes beyond parameters that the backward is handed."""
+    if work.joint is None:
+        return 0
+    parameters = {v.name for v in work.blueprint.leaves if v.kind != "input"}
+    types = work.joint.graph.types
+    return sum(types[s].nbytes.value(sizes) for s in work.saved if s not in parameters)
+
+
+def peak(step: Any) -> int | None:
+    """Bytes of a step beyond what is there; None without a card."""
+    if not torch.cuda.is_available():
+        return None
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def curve(library: Library, block: Block, sizes: Sizes, shares: Sequence[float]) -> list[dict[str, Any]]:
+    """A row per share; shares whose plans keep the same values are one artifact and share its times."""
+    device, blueprint = results.device_here(), at(block, sizes)
+    args = block.inputs(sizes, device)
+    target = "auto" if device.type == "cuda" else "cpu"
+    ids: dict[float, str] = {}
+    calls: dict[str, Any] = {}
+    for share in shares:
+        (made,) = compile_blueprint(
+            blueprint, targets=(target,), objectives=(within(str(share)),), library=library
+        )
+        ids[share] = made.artifact_id
+        loaded = peers.esper(made.artifact_id, library, allow_unvalidated=True)
+        calls[made.artifact_id] = measure.steps(loaded, args, _cotangent(block, args))["fb"]
+    effort = measure.Effort() if device.type == "cuda" else measure.QUICK  # seconds a step, there
+    times = measure.measured(calls, effort, device, "fb")
+    label = block.size_label(sizes)
+    rows = []
+    for share in shares:
+        name = ids[share]
+        work = front(blueprint, target, aim=within(str(share)))
+        row = {"block": block.name, "size": label, "share": share, "artifact": name}
+        row |= {"kept_bytes": kept(work, sizes), "peak_bytes": peak(calls[name]), "saved": list(work.saved)}
+        rows.append({**row, "phase": "fb", **times.row(name)})
+        say(f"{block.name} {label} {share:g}: {rows[-1]['kept_bytes'] / 2**20:.1f} MiB kept, "
+            f"{rows[-1]['wall_ms']:.3f} ms")  # fmt: skip
+    return rows
+
+
+def _cotangent(block: Block, args: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.randn_like(block.fn(*args))
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the least budget beside the largest, by block: bytes kept and time."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(r["block"] for r in rows):
+        own = sorted((r for r in rows if r["block"] == name), key=lambda r: r["share"])
+        least, most = own[0], own[-1]
+        found[f"{name}_kept_share"] = figure(least["kept_bytes"] / max(most["kept_bytes"], 1), "ratio")
+        found[f"{name}_time_ratio"] = figure(least["wall_ms"] / most["wall_ms"], "ratio")
+    return found
+
+
+@click.command()
+@click.option(
+    "--only", multiple=True, default=BLOCKS, show_default=True, help="Words in the names of blocks."
+)
+@click.option("--size", type=click.Choice(SIZES), help="Default: medium on a card, small elsewhere.")
+@click.option("--share", "shares", multiple=True, type=float, default=SHARES, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
+def main(only: tuple[str, ...], size: str | None, shares: tuple[float, ...], out: Path) -> None:
+    """Compile, time, and write the results file."""
+    size = size or ("medium" if torch.cuda.is_available() else "small")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="esper-budget-") as folder:
+        places = {"trust": Path(folder, "trust"), "roles": ("compiler",)}
+        with Library.open(Path(folder, "library"), **places) as library:
+            for block in available(only):
+                rows += curve(library, block, block.sizes[SIZES.index(size)], shares)
+    document = {**results.header("budget"), "rows": rows, "figures": figures(rows)}
+    say(f"written: {results.write(document, out)}")
+
+
+if __name__ == "__main__":
+    main()

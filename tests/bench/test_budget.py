@@ -1,0 +1,28 @@
+"""The curve of memory budgets, from rows as a run writes them."""
+
+from __future__ import annotations
+
+import esper_ir.text as text
+from bench import budget
+from bench.blocks import available
+from forge.service import front
+
+
+def test_figures_are_the_least_budget_beside_the_largest() -> None:
+    rows = [
+        {"block": "b", "share": share, "kept_bytes": kept, "wall_ms": ms}
+        for share, kept, ms in ((1.0, 400, 2.0), (0.0, 100, 3.0), (0.5, 200, 2.5))
+    ]
+    found = budget.figures(rows)
+    assert found["b_kept_share"]["value"] == 0.25 and found["b_time_ratio"]["value"] == 1.5
+
+
+def test_bytes_are_counted_at_the_size_that_is_timed() -> None:
+    (block,) = available(("small_mlp",))
+    small = block.sizes[1]
+    blueprint = budget.at(block, small)
+    work = front(blueprint, "h100")
+    assert all(blueprint.dims[n].tune == (small[n],) for n in small if n in blueprint.dims)
+    half, full = (budget.kept(work, {n: size * k for n, size in small.items()}) for k in (1, 2))
+    assert full == 2 * half > 0
+    assert text.load(block.blueprint).dims != blueprint.dims
