@@ -115,8 +115,9 @@ class TamiyoController:
         def measured(model: nn.Module) -> Any:
             return checked(validate(model))
 
-        self._history.append(mean_loss(evidence.losses(measured, self.model)))
+        loss = mean_loss(evidence.losses(measured, self.model))
         self._judge(measured)
+        self._history.append(loss)
         packet = self.look(accuracy)
         if packet.corrupt:
             return AdaptationSignal(False, True, packet.corrupt)

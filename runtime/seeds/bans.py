@@ -8,12 +8,14 @@ its checkpoints.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runtime.seeds.commands import append_lines, cut_torn
 
+log = logging.getLogger("esper.growth")
 SCHEMA = "esper-tombstone/1"
 
 
@@ -78,9 +80,19 @@ class Bans:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A torn last line is no tombstone."""
-    try:
-        found = json.loads(line) if line else None
-    except ValueError:
+    """A line that is no tombstone is named in the log and left out."""
+    if not line:
         return None
-    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else None
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    kinds = {"slot": str, "artifact": str, "locked": bool}
+    if (
+        not isinstance(found, dict)
+        or found.get("schema") != SCHEMA
+        or not all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+    ):
+        log.warning("not a tombstone: %s", line[:80])
+        return None
+    return found

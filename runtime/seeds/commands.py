@@ -168,8 +168,12 @@ class Journal:
         self._stale = False  # whether the file has lines that do not count any more
         self._unsure = False  # whether a loss of power could take what was written
         self.lines = []
-        if self.path is not None and self.path.exists():
+        if self.path is None or not self.path.exists():
+            return
+        try:
             self.lines = list(read(self.path, repair=True))
+        except OSError as error:
+            raise fail("E1011", f"{self.path.name} cannot be read: {error}", node=str(self.path)) from None
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -312,7 +316,7 @@ def read(path: Path, *, repair: bool = False) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(whole.split(b"\n") if whole else []):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if not isinstance(line, dict):
             raise fail("E1011", f"{path.name}: line {number} is no JSON object", node=str(number))

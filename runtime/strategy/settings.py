@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -114,14 +115,25 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "graft.isolate": ("until_fine_tuning", "always", "never"),
     "graft.fossil": ("frozen", "train"),
 }
-_LEAST: Mapping[str, float] = {
-    "plateau.window": 1,
-    "telemetry_every": 1,
-    "query.candidates": 1,
-    "max_germinations": 0,
-    "waiting": 1,
-    "fine_tune_epochs": 1,
+_INFINITE = math.inf
+_RANGE: Mapping[str, tuple[float, float]] = {
+    "plateau.window": (1, _INFINITE),
+    "plateau.warmup": (0, _INFINITE),
+    "sites.memory": (0, 1),
+    "sites.recovered": (0, _INFINITE),
+    "sites.min_samples": (0, _INFINITE),
+    "query.candidates": (1, _INFINITE),
+    "query.memory_pressure": (0, 1),
+    "query.latency_budget_ms": (0, _INFINITE),
+    "graft.ramp_steps": (0, _INFINITE),
+    "graft.lr_scale": (1e-12, 1e12),
+    "telemetry_every": (1, _INFINITE),
+    "max_germinations": (0, _INFINITE),
+    "waiting": (1, _INFINITE),
+    "fine_tune_epochs": (1, _INFINITE),
+    "random_chance": (0, 1),
 }
+"""Least and most; others are free, but finite."""
 
 
 def settings_of(given: Settings | Mapping[str, Any] | Path | str | None) -> Settings:
@@ -147,11 +159,26 @@ def _read(path: Path) -> Any:
             hint="pip install 'esper-forge[growth]'",
         ) from None
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        return yaml.load(path.read_text(encoding="utf-8"), _once(yaml.SafeLoader)) or {}
     except FileNotFoundError:
         raise fail("E1030", "no such file", node=str(path)) from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise fail("E1030", f"cannot be read: {error}", node=str(path)) from None
+
+
+def _once(loader: Any) -> Any:
+    """A loader that refuses a key given twice, where YAML's own takes the last."""
+
+    class Once(loader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                line = node.start_mark.line + 1
+                raise fail("E1030", f"{twice!r} is given twice", node=f"mapping at line {line}")
+            return super().construct_mapping(node, deep)
+
+    return Once
 
 
 def _record(kind: type[T], given: Any, where: str) -> T:
@@ -191,16 +218,28 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 def _plain(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 1 << 1000 else _INFINITE
+    allowed = _CHOICES.get(where)
+    if value is False and "off" in (allowed or ()):
+        value = "off"  # YAML reads the bare word as a truth value
     if type(value) is not kind:
         raise fail("E1030", f"must be {kind.__name__}, not {value!r}", node=where)
-    allowed = _CHOICES.get(where)
     if allowed and value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.3)
         hint = f"one of {', '.join(allowed)}" + (f"; did you mean {near[0]}?" if near else "")
         raise fail("E1030", f"{value!r} is not known", node=where, hint=hint)
-    if isinstance(value, float) and value != value:
+    return _within(value, where) if kind in (int, float) else value
+
+
+def _within(value: float, where: str) -> float:
+    if value != value:
         raise fail("E1030", "must be a number, not NaN", node=where)
-    if where in _LEAST and value < _LEAST[where]:
-        raise fail("E1030", f"must be at least {_LEAST[where]:g}, not {value}", node=where)
+    bounded = where.startswith("limits.")  # by themselves, and some of them may be infinite
+    if isinstance(value, float) and math.isinf(value) and not bounded:
+        raise fail("E1030", f"must be finite, not {value}", node=where)
+    least, most = _RANGE.get(where, (-_INFINITE, _INFINITE))
+    if value < least:
+        raise fail("E1030", f"must be at least {least:g}, not {value}", node=where)
+    if value > most:
+        raise fail("E1030", f"must be at most {most:g}, not {value}", node=where)
     return value

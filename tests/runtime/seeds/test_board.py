@@ -209,15 +209,31 @@ def test_a_yaml_file_is_read_into_one_record(tmp_path: Path) -> None:
         ({"query": {"required": "trainable"}}, "query.required", "must be a list"),
         ({"schedule": [{"epoch": 1}]}, "schedule[0]", "slot"),
         ({"sites": {"min_score": math.nan}}, "sites.min_score", "NaN"),
+        ({"sites": {"min_score": math.inf}}, "sites.min_score", "finite"),
+        ({"sites": {"min_score": 10**400}}, "sites.min_score", "finite"),
+        ({"sites": {"memory": 1.5}}, "sites.memory", "at most 1"),
+        ({"random_chance": -0.1}, "random_chance", "at least 0"),
+        ({"graft": {"lr_scale": 0}}, "graft.lr_scale", "at least"),
         ([1], "configuration", "must be a mapping"),
     ],
 )
 def test_bad_settings_are_refused_by_name(given: Any, where: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "growth.yaml"
-    path.write_text(json.dumps(given).replace("NaN", ".nan"), encoding="utf-8")  # JSON is YAML
+    text = json.dumps(given)  # JSON is YAML, but for these
+    path.write_text(text.replace("NaN", ".nan").replace("Infinity", ".inf"), encoding="utf-8")
     with pytest.raises(EsperError) as refused:
         settings_of(path)
     assert refused.value.code == "E1030" and refused.value.node == where and told in str(refused.value)
+
+
+def test_the_bare_word_off_and_a_key_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "growth.yaml"
+    path.write_text("policy: off\n", encoding="utf-8")  # a truth value to YAML
+    assert settings_of(path).policy == "off"
+    path.write_text("seed: 3\nplateau:\n  window: 3\n  window: 4\n", encoding="utf-8")
+    with pytest.raises(EsperError) as refused:
+        settings_of(path)
+    assert refused.value.code == "E1030" and "twice" in refused.value.message
 
 
 def test_files_that_are_not_there_or_no_yaml(tmp_path: Path) -> None:

@@ -86,6 +86,11 @@ def test_a_plateau_is_reached_only_when_nothing_falls_any_more() -> None:
     assert not plateau([1, 1, 1], 99, settings).reached, "too little history"
     assert not plateau([3, 2, 1, 1, 1, 1], 2, settings).reached, "a graft changed the function meanwhile"
     assert plateau([1, 1, 1, 2, 2, 2], 99, settings).reached, "rising is no progress either"
+    assert not plateau([-1, -2, -3, -4, -5, -6], 99, settings).reached, "a loss may be negative"
+    for bad in (math.nan, math.inf):
+        assert not plateau([bad, 3, 2.5, 2, 1.6, 1.3, 1.1], 99, settings).reached, "it falls since"
+        assert plateau([bad, 2, 1, 1, 1, 1], 99, settings).reached
+        assert not plateau([1, 1, 1, 1, bad, 1], 99, settings).reached, "a host that diverges"
 
 
 # -- scores

@@ -21,6 +21,7 @@ from library.store import Library
 from runtime import loader
 from runtime.cache import Cache
 from runtime.errors import fail as runtime_fail
+from runtime.seeds.bans import Bans
 from runtime.seeds.commands import Graft, Journal, KasminaControlCommand
 from runtime.seeds.lifecycle import Fault, Issuer, Lifecycle, Verb
 from tests.runtime.seeds.garden import LIMITS, Bed, batches, loss_of, net, some, validate
@@ -324,8 +325,38 @@ def test_a_journal_that_was_edited_or_cut(ids: dict[str, str], tmp_path: Path) -
         with pytest.raises(EsperError) as error:
             Journal(path)
         assert error.value.code == "E1011"
+    for damaged in (b"3\n", b"\xff\n", b"[" * 100_000 + b"\n", text.encode() + b"\0\0\n"):
+        path.write_bytes(damaged)
+        with pytest.raises(EsperError) as error:
+            Journal(path)
+        assert error.value.code == "E1011"
     path.write_text(text + lines[0][:40])  # a kill while a line was written
     assert len(Journal(path).lines) == len(lines) and path.read_text() == text
+
+
+def test_a_tombstone_is_not_lost_behind_one_that_a_kill_tore(tmp_path: Path) -> None:
+    path = tmp_path / "tombstones.jsonl"
+    Bans(path).bury("body/0", "a", 1, "for the test")
+    path.write_bytes(path.read_bytes() + b'{"schema":"esper-tombstone/1"}\n' + path.read_bytes()[:20])
+    Bans(path).bury("body/0", "b", 2, "for the test")
+    assert [line["artifact"] for line in Bans(path).tombstones] == ["a", "b"]
+
+
+def test_a_full_disk_is_logged_and_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, write = Journal(tmp_path / "journal.jsonl"), os.write
+    journal.append("command", slot="a/0")
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) < 40:
+            raise OSError(28, "No space left on device")
+        return write(descriptor, data[:20])
+
+    monkeypatch.setattr(os, "write", full)
+    journal.append("command", slot="b/0")
+    monkeypatch.undo()
+    assert len(Journal(journal.path).lines) == 1 and len(journal.lines) == 2
+    journal.append("command", slot="c/0")
+    assert Journal(journal.path).lines == journal.lines and len(journal.lines) == 3
 
 
 def test_arms_leave_no_trace(ids: dict[str, str]) -> None:
