@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from esper_ir.diagnostics import EsperError
 from esper_ir.scalar import walk
 from esper_ir.types import DType
+from forge.emit.c_across import across_tile
 from forge.emit.c_expr import REGISTER, Block, Term
 from forge.emit.c_math import preamble
 from forge.emit.c_reduce import Column, Lanes, combined, identity, lane_loop
@@ -87,12 +88,14 @@ def emit(plan: KernelPlan, target: Target) -> str:
 def _row_tile(text: Text) -> Lines:
     tile = text.plan.tile
     assert isinstance(tile, RowTile)
+    if tile.block_rows > 1 and not tile.programs:
+        return across_tile(text)
     before, sweeps = phases(text.plan)
     columns = _partial_rows(text)
     kept = _Kept.choose(text, sweeps, tile)
     row = Scope(Block(), {}, text.index(None))
     text.statements(before, row)
-    lines = [*text.row_indices("i"), *text.offsets(), *flush(row)]
+    lines = [*text.offsets(), *flush(row)]
     for number, phase in enumerate(sweeps):
         lines += _sweep(text, row, phase, number, columns, kept)
         text.statements(phase.scalars, row)
@@ -100,14 +103,13 @@ def _row_tile(text: Text) -> Lines:
     program = [
         *(line for column in columns.values() for line in column.declare()),
         *kept.declare(),
-        *_program_rows(tile, lines),
+        *_program_rows(tile, text.each_row(lines)),
     ]
     return text.parallel(program)
 
 
-def _program_rows(tile: RowTile, body: Lines) -> Lines:
+def _program_rows(tile: RowTile, loop: Lines) -> Lines:
     """The rows of program p: one run of them, or every `programs`-th block."""
-    loop = braces("for (int64_t i = first; i < last; i++)", body)
     if not tile.programs:
         return [*_range("p", tile.rows_per_program), *loop]
     stride = tile.programs * tile.block_rows

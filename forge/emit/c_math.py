@@ -245,16 +245,12 @@ INLINE float tanh_f(float x)
 
 INLINE float sigmoid_f(float x)
 {
-    float low, a = -__builtin_fabsf(x);
+    float r, a = -__builtin_fabsf(x);
     a = a < -104.0f ? -104.0f : a;
     uint32_t k;
-    const float p = exp_parts(a, &low, &k);
-    const float z = scale(p, k), z_low = scale(low, k); /* exp(-|x|) = z + z_low, 1 + exp(-|x|) = d + d_low */
-    const float d = 1.0f + z, d_low = z - (d - 1.0f) + z_low;
-    const float top = x < 0.0f ? z : 1.0f, top_low = x < 0.0f ? z_low : 0.0f;
-    const float q = top / d;
-    const float rest = fma_f(-q, d, top) + fma_f(-q, d_low, top_low);
-    return fma_f(rest, x < 0.0f ? 1.0f - q : q, q); /* one Newton step: 1 / d is q or 1 - q */
+    const float q = exp_reduce(a, &r, &k);
+    const float z = scale(1.0f + fma_f(r * r, q, r), k); /* exp(-|x|), one ulp */
+    return (x < 0.0f ? z : 1.0f) / (1.0f + z);
 }
 
 INLINE float erf_f(float x)

@@ -54,12 +54,12 @@ class Lanes:
 
     def finish(self) -> Lines:
         """Add the lanes as a binary tree; the result is `result`."""
-        loop = f"for (int s = {LANES // 2}; s; s >>= 1)"
-        pair = combined(self.combine, self.kind, f"{self.name}[l]", f"{self.name}[l + s]")
-        return [
-            f"{loop} for (int l = 0; l < s; l++) {self.name}[l] = {pair};",
-            f"const {REGISTER[self.kind]} {self.result} = {self.name}[0];",
-        ]
+        steps: Lines = []
+        for half in (LANES >> step for step in range(1, LANES.bit_length())):
+            # A loop for each half: as one loop over halves it stays a loop, of single elements.
+            pair = combined(self.combine, self.kind, f"{self.name}[l]", f"{self.name}[l + {half}]")
+            steps += ["#pragma omp simd", f"for (int l = 0; l < {half}; l++) {self.name}[l] = {pair};"]
+        return [*steps, f"const {REGISTER[self.kind]} {self.result} = {self.name}[0];"]
 
     @property
     def result(self) -> str:

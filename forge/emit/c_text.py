@@ -98,17 +98,29 @@ class Text:
         sizes = self.plan.space[:-1]
         lines, rest = [], row
         for axis in reversed(range(1, len(sizes))):
-            size = _factor(sizes[axis])
+            size = factor(sizes[axis])
             lines.append(f"const int64_t i{axis} = {rest} % {size}, r{axis} = {rest} / {size};")
             rest = f"r{axis}"
         return [*lines, f"const int64_t i0 = {rest};"] if sizes else lines
+
+    def each_row(self, body: Lines) -> Lines:
+        """The loop over rows `first` to `last`. Positions along the axes are counted on: a division a row
+        takes longer than a row of 32 elements."""
+        sizes = self.plan.space[:-1]
+        if len(sizes) < 2:
+            return braces("for (int64_t i = first; i < last; i++)", ["const int64_t i0 = i;"], body)
+        begin = [line.replace("const int64_t i", "int64_t i") for line in self.row_indices("first")]
+        carry: Lines = ["i0++;"]
+        for axis in range(1, len(sizes)):
+            carry = braces(f"if (++i{axis} == {factor(sizes[axis])})", [f"i{axis} = 0;"], carry)
+        return [*begin, *braces("for (int64_t i = first; i < last; i++)", body, carry)]
 
     def offsets(self) -> Lines:
         """`o<access>`: index of column 0 of the row, for every access that moves with the row."""
         lines = []
         for at, access in enumerate(self.plan.accesses):
             moving = [a for a in sorted(access.axes) if a < len(access.strides) - 1]
-            parts = [_product(_source(access.window(a), f"i{a}"), access.strides[a]) for a in moving]
+            parts = [product(_source(access.window(a), f"i{a}"), access.strides[a]) for a in moving]
             if not parts or self.is_partial(access):
                 continue
             inside = [c for w in access.windows if w.axis in moving for c in _inside(w, f"i{w.axis}")]
@@ -135,9 +147,9 @@ class Text:
             step = access.strides[-1]
             parts = [f"o{at}"] if moves else []
             if column is not None and step != Dim():
-                parts.append(_product(_source(access.window(last), column), step))
+                parts.append(product(_source(access.window(last), column), step))
             if access.offset != Dim():
-                parts.append(_factor(access.offset))
+                parts.append(factor(access.offset))
             return " + ".join(parts) or "0"
 
         return text
@@ -208,13 +220,13 @@ def dim(size: Dim) -> str:
     return out or "INT64_C(0)"
 
 
-def _factor(size: Dim) -> str:
+def factor(size: Dim) -> str:
     text = dim(size)
     return text if re.fullmatch(r"\w+(\(\d+\))?", text) else f"({text})"
 
 
-def _product(position: str, stride: Dim) -> str:
-    return position if stride == Dim.of(1) else f"{position} * {_factor(stride)}"
+def product(position: str, stride: Dim) -> str:
+    return position if stride == Dim.of(1) else f"{position} * {factor(stride)}"
 
 
 def _source(window: Window | None, at: str) -> str:
@@ -233,7 +245,7 @@ def _inside(window: Window, at: str) -> Lines:
     """Division rounds to zero, so the sign is asked for."""
     place = _numerator(window, at)
     low = [f"({place} >= 0)"] if window.add < 0 else []
-    return [*low, f"({place} < {_factor(window.size * window.div)})"]
+    return [*low, f"({place} < {factor(window.size * window.div)})"]
 
 
 def _floordiv(atom: FloorDiv) -> str:

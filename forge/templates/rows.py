@@ -59,6 +59,8 @@ PROGRAMS = 128
 # with the root of its length, and eager's own sums are trees.
 ADDED_ROWS = 16
 FEW_ROWS = 1024  # at most, added in one kernel
+BESIDE = 256  # rows of a processor's program that lie side by side in memory, and
+FEW_BESIDE = 8  # the fewest that are worth it
 
 
 @dataclass(frozen=True)
@@ -180,13 +182,15 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     return False
 
 
-def _across(accesses: list[Access]) -> bool:
+def _across(accesses: list[Access], beside: bool = False) -> bool:
     """Memory runs along the rows' axis: of the accesses to most axes none steps by 1 along the columns, and
-    one does along an axis before. A square tile then reads whole lines.
+    one does along an axis before (with `beside`, along the one right before). A square tile then reads whole
+    lines.
     """
     reach = max((sum(s != ZERO for s in a.strides) for a in accesses), default=0)
     full = [a for a in accesses if sum(s != ZERO for s in a.strides) == reach and a.buffer != INDEX]
-    return any(ONE in a.strides[:-1] for a in full) and all(a.strides[-1] != ONE for a in full)
+    before = slice(-2 if beside else 0, -1)
+    return any(ONE in a.strides[before] for a in full) and all(a.strides[-1] != ONE for a in full)
 
 
 def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
@@ -197,8 +201,7 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     row_reduce, col_reduce = reduces(given.body.stmts)
     cols = space[-1].value(given.sizes)
     if given.target.kind == "cpu":
-        per = ADDED_ROWS if col_reduce else max(min(8192 // max(cols, 1), 64), 1)
-        return RowTile(1, next_pow2(per), next_pow2(max(cols, 1)), 1)
+        return _processor_tile(given, space, accesses)
     if not col_reduce and _across(accesses):
         reads, writes = _streams(given, accesses)
         most = 128 if row_reduce and reads <= 2 and not writes else 64
@@ -232,6 +235,20 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     most = PROGRAMS * max(4096 // wide, 1) if wide >= 256 else WARPS // warps
     programs = next_pow2(max(min(-(-rows // block), most), 1))
     return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=True)
+
+
+def _processor_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
+    """Some rows of one after the other; where memory runs along the rows, `BESIDE` at a time in vectors."""
+    col_reduce = reduces(given.body.stmts)[1]
+    cols = space[-1].value(given.sizes)
+    wide = next_pow2(max(cols, 1))
+    per = ADDED_ROWS if col_reduce else next_pow2(max(min(8192 // max(cols, 1), 64), 1))
+    count = space[-2].value(given.sizes)
+    moved = any(a.windows for a in accesses)
+    if col_reduce or moved or count < FEW_BESIDE or not _across(accesses, beside=True):
+        return RowTile(1, per, wide, 1)
+    beside = min(next_pow2(count), BESIDE)
+    return RowTile(beside, max(beside, per), wide, 1)
 
 
 def _rows_of(given: RowsInput, space: tuple[Dim, ...]) -> int:

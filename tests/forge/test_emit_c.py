@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.scalar import BOOLEAN, INTEGRAL, PRIMITIVES, Arg, Cast, Prim, prim
 from esper_ir.types import Dim, DType
 from forge.emit.c import emit
+from forge.emit.c_across import PART
 from forge.emit.c_reduce import LANES
 from forge.plan import KernelPlan, MatmulTile, PointTile, RowTile
 from forge.target import resolve
 from tests.forge import plans as P
 from tests.forge.native import call, library, programs
-from tests.forge.plan_interpreter import interleaved_sum, run_plan, torch_dtype
+from tests.forge.plan_interpreter import RowSum, interleaved_sum, run_plan, torch_dtype
 from tests.forge.plans import BF16, F32, Builder, tensors
 
 WIDTHS = ((1, F32), (2, F32), (64, F32), (257, F32), (63, BF16), (65, BF16), (257, BF16))
@@ -50,7 +52,9 @@ def memory(plan: KernelPlan, sizes: dict[str, int], seed: int = 0) -> dict[str, 
     return tensors({b: (n,) for b, n in lengths.items()}, dtypes, seed)
 
 
-def both(plan: KernelPlan, code: object, sizes: dict[str, int], seed: int = 0) -> tuple[dict, dict]:
+def both(
+    plan: KernelPlan, code: object, sizes: dict[str, int], seed: int = 0, row_sum: RowSum | None = None
+) -> tuple[dict, dict]:
     """Buffers after the native kernel, and after the interpreter. The native ones lie at odd addresses
     between guards, which must be as they were.
     """
@@ -63,7 +67,7 @@ def both(plan: KernelPlan, code: object, sizes: dict[str, int], seed: int = 0) -
         end = GUARD + len(plain[name])
         assert torch.equal(after[:GUARD], before[name][:GUARD]), f"{plan.name}: written before {name}"
         assert torch.equal(after[end:], before[name][end:]), f"{plan.name}: written behind {name}"
-    run_plan(plan, plain, sizes, row_sum=interleaved_sum(LANES), libraries=False)
+    run_plan(plan, plain, sizes, row_sum=row_sum or interleaved_sum(LANES), libraries=False)
     return native, plain
 
 
@@ -112,6 +116,39 @@ def test_programs_that_take_turns(reverse: bool) -> None:
     for rows in (1, 9, 37):
         native, plain = both(turns, library((turns,)), {"m": rows})
         assert torch.equal(native["dh"], plain["dh"]) and torch.equal(native["part"], plain["part"])
+
+
+def parted_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums along the rows in ascending order of parts, each in ascending order of its elements."""
+    total = torch.zeros_like(values[:, 0])
+    for part in values.split(PART, dim=1):
+        own = torch.zeros_like(total)
+        for column in part.unbind(1):
+            own = own + column
+        total = total + own
+    return total
+
+
+@pytest.mark.parametrize("beside", [8, 32])
+def test_rows_that_lie_side_by_side(beside: int) -> None:
+    """Images with channels last: rows of the plan are a step of 1 apart, its columns a whole line. Blocks of
+    rows end at the end of an image."""
+    made: list[KernelPlan] = []
+    for name, cols in itertools.product(("rms_forward", "layer_norm"), (1, 65, 130)):
+        plan = FAMILIES[name](cols, BF16)
+        n, channels = Dim.of("m"), 13
+        steps = {"rc": (channels * cols, 1, channels), "r": (channels, 1, 0), "c": (0, 0, 1)}
+        accesses = tuple(
+            replace(a, strides=tuple(Dim.of(s) for s in steps[a.letters()])) for a in plan.accesses
+        )
+        tile = RowTile(beside, 2 * beside, cols, 1)
+        space = (n, Dim.of(channels), Dim.of(cols))
+        made.append(KernelPlan(f"{name}_{cols}_{beside}", space, accesses, plan.body, tile, plan.sizes))
+    code = library(tuple(made))
+    for plan, count in itertools.product(made, (1, 5)):
+        native, plain = both(plan, code, {"m": count}, row_sum=parted_sum)
+        for buffer in plan.buffers:
+            assert torch.equal(native[buffer], plain[buffer]), f"{plan.name} {count}: {buffer}"
 
 
 def test_backward_matches_autograd() -> None:
