@@ -308,14 +308,30 @@ def diff(first: str, second: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path")
+@click.option("--svg", type=click.Path(path_type=Path), help="Draw it, coloured by kernel, into this file.")
+@click.option("--target", default="auto", help="Hardware target of the picture (default: auto).")
 @JSON
-def show(path: str, as_json: bool) -> None:
+def show(path: str, svg: Path | None, target: str, as_json: bool) -> None:
     """Print a blueprint: leaves and nodes with their types and floating-point operations."""
     from esper_ir.show import document, render
 
     with _errors(as_json):
-        made = document(_blueprint(_files((path,))[0]))
+        blueprint = _blueprint(_files((path,))[0])
+        made = document(blueprint)
+        if svg is not None:
+            _draw(blueprint, target, svg)
         click.echo(json.dumps(made, indent=1) if as_json else render(made))
+
+
+def _draw(blueprint: Any, target: str, path: Path) -> None:
+    from forge.picture import svg
+    from forge.service import front
+
+    try:
+        path.write_text(svg(front(blueprint, target)), encoding="utf-8")
+    except OSError as error:
+        raise EsperError("E0551", f"cannot be written: {error.strerror}", node=str(path)) from None
+    click.echo(f"{path}", err=True)
 
 
 @main.command("print")
