@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -223,12 +224,14 @@ _PROCESSES = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.sy
 
 def stalls(library: Library, artifact: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Lives of seeds under torch.compile, the forge busy and resting in turns: graphs made after the first
-    steps, processes started, fallbacks; and the p99 of a step with it busy, by that with it at rest."""
+    steps, processes started, fallbacks; and the p99 of a step with it busy, by that with it at rest. Beside
+    it the same of the thread's own time, and how many steps had to give their core away: what the first has
+    and these have not is the machine's."""
     counter = Stalls()
     bed = Bed(library, artifact, replace(QUICK, min_training_steps=4, g2_margin=-10.0, trust_radius=100.0),
               torch.compile)  # fmt: skip
     _life(bed, artifact, [], 0)
-    times: dict[bool, list[float]] = {False: [], True: []}
+    times: dict[bool, list[Step]] = {False: [], True: []}
     fallbacks = 0
     with busy_forge() as busy:
         counter.begin()
@@ -239,29 +242,46 @@ def stalls(library: Library, artifact: str, say: Callable[[str], None] = print) 
                 fallbacks = max(fallbacks, _life(bed, artifact, times[not resting], number))
         compiled = counter.compiles()
         busy.rest(False)
-    p99 = {on: sorted(found)[int(0.99 * len(found))] for on, found in times.items()}
+    p99, own = ({on: high([step[i] for step in found]) for on, found in times.items()} for i in (0, 1))
+    preempted = {on: sum(step[2] for step in found) / len(found) for on, found in times.items()}
     say(f"p99 of a step: {1e3 * p99[False]:.2f} ms alone, {1e3 * p99[True]:.2f} ms with the forge busy")
     facts: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "steps": len(times[True])}
     return {
         "compiles_in_the_loop": figure(compiled, "count", 0),
         "eager_fallbacks_in_the_loop": figure(fallbacks, "count", 0),
         "step_p99_busy_over_idle": figure(p99[True] / p99[False], "ratio", 1.02, **facts),
-        "step_ms_p50_idle": figure(1e3 * statistics.median(times[False]), "ms"),
-        "step_ms_p50_busy": figure(1e3 * statistics.median(times[True]), "ms"),
+        "step_own_p99_busy_over_idle": figure(own[True] / own[False], "ratio"),
+        "steps_preempted_idle": figure(100.0 * preempted[False], "%"),
+        "steps_preempted_busy": figure(100.0 * preempted[True], "%"),
+        "step_ms_p50_idle": figure(1e3 * statistics.median(step[0] for step in times[False]), "ms"),
+        "step_ms_p50_busy": figure(1e3 * statistics.median(step[0] for step in times[True]), "ms"),
     }
+
+
+Step = tuple[float, float, bool]  # seconds of one step, the thread's own, whether it lost its core meanwhile
+
+
+def high(values: Sequence[float]) -> float:
+    """p99."""
+    return sorted(values)[int(0.99 * len(values))]
 
 
 TURNS, LIFE = 5, 400  # times that the forge is busy, and rests; steps of one, two lives of a seed
 
 
-def _life(bed: Bed, artifact: str, times: list[float], turn: int) -> int:
+def _switches() -> int:
+    """How often this thread had to give its core away."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+def _life(bed: Bed, artifact: str, times: list[Step], turn: int) -> int:
     """Steps with seeds that come, learn, are grafted and go; the blocks' fallbacks. `turn`: how many of these
     came before."""
     fallbacks = 0
     for number in range(turn * LIFE, (turn + 1) * LIFE):
-        began = time.perf_counter()
+        lost, own, began = _switches(), time.thread_time(), time.perf_counter()
         bed.step()
-        times.append(time.perf_counter() - began)
+        times.append((time.perf_counter() - began, time.thread_time() - own, _switches() > lost))
         if number % 10:
             continue
         slot = bed.growth.slots[(number // 100) % 2]

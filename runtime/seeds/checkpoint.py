@@ -272,9 +272,10 @@ class Shelf:
         try:
             manifest = json.loads((place / MANIFEST).read_bytes())
             data = (place / STATE).read_bytes()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise fail("E1007", f"{place.name}: {error}", node=str(place)) from None
-        if hashlib.sha256(data).hexdigest() != manifest.get("sha256"):
+        wanted = manifest.get("sha256") if isinstance(manifest, dict) else None
+        if hashlib.sha256(data).hexdigest() != wanted:
             raise fail("E1007", f"{place.name}: {STATE} is not what was written", node=str(place))
         return decoded(torch.load(io.BytesIO(data), weights_only=True))
 

@@ -217,7 +217,8 @@ class Journal:
     def _write(self, *, sync: bool) -> None:
         assert self.path is not None
         self._unsure = True
-        if self._stale:
+        lost = len(self._lines) + len(self._fresh) > len(self._waiting) and not self.path.exists()
+        if self._stale or lost:
             done = _replace(self.path, self.lines)
         else:
             done = append_lines(self.path, self._waiting, sync=sync)

@@ -22,6 +22,7 @@ from esper_ir.diagnostics import EsperError
 from runtime.driver import STICKY
 from runtime.seeds import incubation, traced
 from runtime.seeds.commands import Graft, GraftingStrategy
+from runtime.seeds.errors import fail
 from runtime.seeds.facts import Observer
 from runtime.seeds.grafting import Reading, blend, guarded
 from runtime.seeds.lifecycle import LIVE, Fault, Lifecycle
@@ -250,6 +251,10 @@ class Site:
             return
         if seen is None or h.numel() > 0:
             self.spec = Spec(tuple(h.shape), h.dtype, h.device)
+            if self.features < len(self.slots):
+                told = f"{self.name} has {self.features} features and {len(self.slots)} chunks"
+                self.spec = seen
+                raise fail("E1015", told, node=self.name)
             self.state.move(h.device)
             self.refresh()
 
@@ -314,8 +319,9 @@ class Site:
             z.register_hook(slot.overheard)  # a shadow step: how strong the task's gradient is at z
         finite = torch.isfinite(z.detach()).all()
         told.append(finite)
-        if not recomputing():
-            self.state.device["fault"][slot.index].masked_fill_(~finite, int(Fault.NONFINITE))
+        if not recomputing():  # what the host gave already is no fault of the seed
+            own = ~finite & torch.isfinite(h.detach()).all()
+            self.state.device["fault"][slot.index].masked_fill_(own, int(Fault.NONFINITE))
         return blend(h, z, alpha, finite, isolated=isolated)
 
     def _called(self, slot: Slot, h: Tensor) -> Tensor:

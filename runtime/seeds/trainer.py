@@ -251,9 +251,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def resume(self) -> bool:
-        """Go on from the newest good checkpoint; False when there is none. Slots that were locked stay
-        locked, whatever the checkpoint says. Errors as of `put_back`, with nothing changed."""
+        """Go on from the newest good checkpoint; False when there are none. Slots that were locked stay
+        locked, whatever the checkpoint says. Errors as of `put_back`, and E1007 when there are checkpoints
+        and none is good (a run that begins anew would drop them); with nothing changed."""
         found = self.shelf.newest()
+        if found is None and self.shelf.all():
+            raise fail("E1007", "no checkpoint of the run is good", node=str(self.shelf.folder),
+                       hint="begin anew in another folder")  # fmt: skip
         if found is None:
             return False
         self.put_back(found[1])

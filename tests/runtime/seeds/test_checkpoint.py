@@ -294,6 +294,11 @@ def test_five_are_kept_and_damage_is_passed_over(ids: dict[str, str], tmp_path: 
     assert error.value.code == "E1007"
     found = run.shelf.newest()
     assert found is not None and found[0] == places[-2]
+    for place in places:
+        (place / checkpoint.MANIFEST).write_text("3")
+    with pytest.raises(EsperError) as error:
+        run.resume()
+    assert error.value.code == "E1007" and run.epoch == 7
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(ids: dict[str, str], tmp_path: Path) -> None:

@@ -180,6 +180,17 @@ def test_a_nan_is_stopped_before_the_host_and_asks_for_a_rollback(ids: dict[str,
     assert "not finite" in boundary.rollback and bed.slot.fault is Fault.NONFINITE
 
 
+def test_a_nan_of_the_host_is_no_fault_of_the_seed(ids: dict[str, str]) -> None:
+    bed = Bed()
+    bed.bring(ids["mlp"], "GRAFTING")
+    bed.step(2)
+    assert bed.slot.alpha > 0
+    with torch.no_grad():
+        bed.model.front.weight.fill_(float("nan"))
+    assert bed.model(batches(1)[0][0]).isnan().any()
+    assert bed.growth.commit().rollback == "" and bed.slot.fault is Fault.NONE
+
+
 # -- bad input
 # -------------------------------------------------------------------------------------------------------
 
@@ -219,6 +230,10 @@ def test_an_unknown_site_names_the_nearest() -> None:
             runtime.wrap(model, sites="body", seeds_per_layer=many)
         assert error.value.code == "E1015"
     assert list(model.state_dict()) == keys and type(model.body) is kind
+    boxed = runtime.wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4))), sites="0", seeds_per_layer=5)
+    with pytest.raises(EsperError) as error:
+        boxed(torch.randn(2, 4))  # how many features a container gives is known now
+    assert error.value.code == "E1015"
     runtime.wrap(model, sites=nn.Linear)
     with pytest.raises(EsperError) as error:
         runtime.wrap(model, sites="body")
@@ -357,6 +372,9 @@ def test_a_full_disk_is_logged_and_written_later(tmp_path: Path, monkeypatch: py
     assert len(Journal(journal.path).lines) == 1 and len(journal.lines) == 2
     journal.append("command", slot="c/0")
     assert Journal(journal.path).lines == journal.lines and len(journal.lines) == 3
+    (tmp_path / "journal.jsonl").unlink()  # by somebody else: the run knows what stood there
+    journal.append("command", slot="d/0")
+    assert Journal(journal.path).lines == journal.lines and len(journal.lines) == 4
 
 
 def test_arms_leave_no_trace(ids: dict[str, str]) -> None:
