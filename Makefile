@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.esper-installed
-DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c runtime/_health.c runtime/_node.cpp runtime/_segment.h runtime/_torch.h runtime/_calls.h)
+DEPS := pyproject.toml setup.py constraints.txt $(wildcard runtime/_native.c runtime/_health.c runtime/_node.cpp runtime/_segment.h runtime/_bind.h runtime/_torch.h runtime/_calls.h)
 
 .PHONY: help install demo demo-growth test test-slow test-gpu bench bench-report lint docs library clean
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 LIMITED_API = "0x030B0000"  # one binary for CPython 3.11 and newer
-SOURCES = {"_native": ["runtime/_segment.h"], "_health": []}  # runtime/NAME.c, and what else it includes
+SOURCES = {"_native": ["runtime/_bind.h", "runtime/_segment.h"], "_health": []}  # runtime/NAME.c, and what else it includes
 
 
 def extensions() -> list[Extension]:

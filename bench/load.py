@@ -21,7 +21,6 @@ import torch
 import runtime
 from bench.blocks import Block
 from bench.results import ROOT, figure
-from library import launch as launch_manifest
 from library.store import Library
 from runtime import loader, system, timing
 from runtime.code import load_code
@@ -185,9 +184,8 @@ def _pieces(
     def once() -> None:
         got = timed("read_and_verify", lambda: library.load(name, allow_unvalidated=unproven))
         machine = timed("machine", lambda: system.machine(got.record.kind, int(device.index or 0)))
-        timed("check_machine", lambda: loader.check_machine(got.container.manifest, machine, False))
-        data = got.container.manifest["launch"]
-        launch = timed("decode", lambda: launch_manifest.from_json(data, lazy=True))
+        timed("check_machine", lambda: loader.check_machine(got.container.head, machine, False))
+        launch = timed("decode", lambda: loader.launch_of(got))
         code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name))
         made = timed("program", lambda: Program(name, launch, code))
         timed("prime", code.prime)

@@ -14,6 +14,7 @@ from forge.lower import PhaseLowering
 from forge.lowered import Call, size_of
 from forge.target import Target
 from forge.work import Work
+from library import sealed
 from library.canon import canonical_json, sha256_hex
 from library.launch import DimSource, Interface, LaunchManifest, TensorSpec, to_json
 from library.manifest import FORMAT, pack
@@ -38,7 +39,7 @@ def version_key(work: Work, stated: Mapping[str, Any]) -> tuple[Any, ...]:
     `stated` is the whole manifest but for the hash, the id and the blobs that follow from it, so that one id
     has one content: two spellings of one meaning, or two releases of a library it calls, are two artifacts.
     """
-    return (TEMPLATES, dict(stated), [str(s.plan) for s in work.kernels.by_key.values()])
+    return (TEMPLATES, dict(stated), [str(s.plan) for s in work.kernels.by_key.values()], sealed.VERSION)
 
 
 def interface_of(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library.canon import JsonLimits, canonical_json, parse_json
 from library.crypto import verify
 from library.errors import fail
@@ -22,6 +23,9 @@ TRUST = "application/vnd.esper.trust+json"
 CHECKPOINT = "application/vnd.esper.checkpoint+json"
 _LIMITS = JsonLimits(max_bytes=4 << 20, max_depth=32)
 _MAX_SIGNATURES = 16
+_BEFORE = b'{"_type":"%b","predicate":' % STATEMENT.encode()
+_KEYID, _SIGNATURE = 64, 88  # characters
+_FIRST, _THEN, _LAST = b'{"payload":"', b'","sig":"', b'"}]}'
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,12 @@ def open_envelope(
 
 def _decode(envelope: bytes, payload_type: str, what: str) -> tuple[bytes, list[tuple[str, bytes]]]:
     try:
+        parts = _parts(envelope, payload_type)
+        if parts is not None:
+            payload, keyid, signature = parts
+            return base64.b64decode(payload, validate=True), [
+                (keyid.decode(), base64.b64decode(signature, validate=True))
+            ]
         document = parse_json(envelope, _LIMITS)
         if document.keys() != {"payload", "payloadType", "signatures"}:
             raise ValueError("wrong keys")
@@ -106,6 +116,22 @@ def _decode(envelope: bytes, payload_type: str, what: str) -> tuple[bytes, list[
         raise fail("E0745", f"{what} is malformed: {error}") from error
 
 
+def _parts(envelope: bytes, payload_type: str) -> tuple[bytes, bytes, bytes] | None:
+    """Payload, key id and signature of what `seal` writes with one signer, by their places; None for anything
+    spelled otherwise, which the parser reads. No text in base64 or hexadecimal holds a quote, so that a place
+    and what stands there decide as a parser would."""
+    middle = b'","payloadType":"%b","signatures":[{"keyid":"' % payload_type.encode()
+    at = len(envelope) - len(_LAST) - _SIGNATURE - len(_THEN) - _KEYID
+    payload, end = envelope[len(_FIRST) : at - len(middle)], at + _KEYID + len(_THEN)
+    fits = (
+        envelope.startswith(_FIRST) and envelope.endswith(_LAST) and envelope.endswith(middle, 0, max(at, 0))
+    )
+    keyid, signature = envelope[at : at + _KEYID], envelope[end : -len(_LAST)]
+    if not fits or envelope[at + _KEYID : end] != _THEN or len(envelope) > _LIMITS.max_bytes:
+        return None
+    return (payload, keyid, signature) if keyid.isalnum() else None
+
+
 def statement(name: str, digest: str, predicate_type: str, predicate: Mapping[str, Any]) -> bytes:
     """in-toto Statement v1 about the artifact `name` with container digest `digest`."""
     return canonical_json(
@@ -118,11 +144,27 @@ def statement(name: str, digest: str, predicate_type: str, predicate: Mapping[st
     )
 
 
+def _inside(payload: bytes, name: str, digest: str, predicate_type: str) -> Any:
+    """The predicate of what `statement` writes about exactly this artifact; None where anything around it is
+    spelled otherwise, which the parser may look at."""
+    subject = f'[{{"digest":{{"sha256":"{digest}"}},"name":"{name}"}}]'
+    after = f',"predicateType":"{predicate_type}","subject":{subject}}}'.encode()
+    if not payload.startswith(_BEFORE) or not payload.endswith(after, len(_BEFORE)):
+        return None
+    try:
+        return parse_json(payload[len(_BEFORE) : -len(after)], _LIMITS)
+    except EsperError:
+        return None
+
+
 def read_statement(payload: bytes, name: str, digest: str, predicate_type: str) -> dict[str, Any]:
     """The predicate, after checking that the statement is of this type
     and about exactly this artifact: E0746."""
-    document = parse_json(payload, _LIMITS)
     wanted = [{"name": name, "digest": {"sha256": digest}}]
+    inside = _inside(payload, name, digest, predicate_type)
+    if isinstance(inside, dict):
+        return inside
+    document = parse_json(payload, _LIMITS)
     if not isinstance(document, dict) or document.get("_type") != STATEMENT:
         raise fail("E0745", "signed payload is not an in-toto Statement v1", node=name)
     if document.get("predicateType") != predicate_type:

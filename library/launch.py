@@ -197,6 +197,11 @@ class Kernel:
     registers: int = 0
     spills: int = 0
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its parameters."""
+        return tuple([param.kind for param in self.params])
+
 
 @dataclass(frozen=True)
 class LaunchManifest:

@@ -32,6 +32,7 @@ from library.resolve import not_found
 from library.trust import TrustDocument, TrustStore
 
 SIDE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}\Z")
+_TEXTS = ("arch", "result", "card", "reason", "report")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -55,7 +56,7 @@ def _load(
     found = rows.for_loading(index, artifact_id)
     if found is None:
         raise not_found(index, artifact_id, "artifact")
-    record, (_, _, _, envelope, seq) = found
+    record, (envelope, seq) = found
     document = trust.document()
     check_state(record, document, allow_unvalidated)
     data = blobs.read_raw(record.digest)
@@ -70,7 +71,7 @@ def _load(
     if verdict.result != VALIDATED:
         raise fail("E0741", f"the signed verdict on {artifact_id} is {verdict.result}", node=artifact_id)
     container = unpack(data, verified=True)
-    if container.manifest["artifact_id"] != record.id:
+    if container.head["artifact_id"] != record.id:
         raise fail("E0746", f"the container stored as {record.id} calls itself otherwise", node=artifact_id)
     return LoadedArtifact(record, container, verdict)
 
@@ -130,12 +131,13 @@ def open_verdict(document: TrustDocument, record: ArtifactRecord, envelope: byte
 
 
 def _verdict(artifact_id: str, keyid: str, predicate: dict[str, Any]) -> Verdict:
-    texts = {name: predicate.get(name) for name in ("arch", "result", "card", "reason", "report")}
+    texts: list[Any] = [predicate.get(name) for name in _TEXTS]
+    arch, result, card, reason, report = texts
     policy, when = predicate.get("policy"), predicate.get("time")
-    odd = [name for name, value in texts.items() if not isinstance(value, str)]
+    odd = any(value.__class__ is not str for value in texts)
     if odd or type(when) not in (int, float) or not isinstance(policy, str | None) or not _fits(when):
         raise fail("E0745", f"verdict on {artifact_id} has malformed fields", node=artifact_id)
-    return Verdict(artifact_id, keyid=keyid, time=float(when or 0), **{n: str(v) for n, v in texts.items()})
+    return Verdict(artifact_id, arch, result, keyid, float(when or 0), card, reason, report)
 
 
 def _fits(when: Any) -> bool:

@@ -1,11 +1,13 @@
 """The container: one artifact as one file of data, nothing in it executed or extracted.
 
-    b"ESPERART\\x01" | u64 little-endian manifest length | canonical-JSON manifest | zeros to 64 | blob |
-    zeros | blob ...
+    b"ESPERART\\x02" | u64 little-endian manifest length | canonical-JSON manifest | u64 length of the sealed
+    form | sealed form (library.sealed) | zeros to 64 | blob | zeros | blob ...
 
-Blob offsets count from the first multiple of 64 after the manifest, so that they do not depend on its own
-length. One content has exactly one spelling: order and alignment of blobs are fixed, padding is zero, nothing
-trails.
+Blob offsets count from the first multiple of 64 after what stands before them, so that they do not depend on
+its length. One content has exactly one spelling: order and alignment of blobs are fixed, padding is zero,
+nothing trails. A container that begins with b"ESPERART\\x01" has no sealed form: those written before there
+was one, and those whose launch manifest is malformed. A reader that does not know the form must refuse the
+container rather than skip it, since a verdict covers all of its bytes: hence another first word.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from library.canon import canonical_json, parse_json, sha256_hex
 from library.errors import fail
+from library.sealed import Sealed, seal
 
 MAGIC = b"ESPERART\x01"
+SEALED = b"ESPERART\x02"
 ALIGN = 64
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_CONTAINER_BYTES = 1 << 30
@@ -54,11 +59,27 @@ _BLOB_KEYS = {"name", "kind", "offset", "size", "sha256"}
 
 @dataclass(frozen=True)
 class Container:
-    """An unpacked artifact: `manifest` as parsed, `blobs` as views into the one buffer that was verified."""
+    """An unpacked artifact: the manifest's `text` and `blobs` as views into the one buffer that was verified;
+    `sealed` is None where the container has none."""
 
-    manifest: dict[str, Any]
+    text: memoryview
     blobs: Mapping[str, memoryview]
     data: bytes
+    sealed: Sealed | None = None
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, parsed when it is first asked for."""
+        return json.loads(bytes(self.text))
+
+    @cached_property
+    def head(self) -> Mapping[str, Any]:
+        """What choosing and loading ask: "artifact_id", "target", "externs" and "title", the blueprint's
+        name."""
+        if self.sealed is not None:
+            return self.sealed.head
+        kept = ("artifact_id", "target", "externs")
+        return {**{k: self.manifest[k] for k in kept}, "title": self.manifest["blueprint"]["name"]}
 
 
 def artifact_id_of(manifest: Mapping[str, Any]) -> str:
@@ -87,9 +108,13 @@ def pack(manifest: Mapping[str, Any], blobs: Sequence[tuple[str, str, bytes]]) -
     text = canonical_json(filled)
     if len(text) > MAX_MANIFEST_BYTES:
         raise fail("E0735", f"manifest of {len(text)} bytes exceeds {MAX_MANIFEST_BYTES}")
-    parts = [MAGIC, struct.pack("<Q", len(text)), text]
+    sealed = seal(filled)
+    parts = [SEALED if sealed else MAGIC, struct.pack("<Q", len(text)), text]
+    if sealed:
+        parts += [struct.pack("<Q", len(sealed)), sealed]
     if blobs:
-        parts.append(b"\0" * (_align(_HEAD + len(text)) - _HEAD - len(text)))
+        written = sum(map(len, parts))
+        parts.append(b"\0" * (_align(written) - written))
     for index, (_, _, data) in enumerate(blobs):
         last = index + 1 == len(blobs)
         parts += [data, b"" if last else b"\0" * (_align(len(data)) - len(data))]
@@ -103,38 +128,66 @@ def unpack(data: bytes, *, verified: bool = False) -> Container:
     """
     if len(data) > MAX_CONTAINER_BYTES:
         raise fail("E0735", f"container of {len(data)} bytes exceeds {MAX_CONTAINER_BYTES}")
-    if len(data) < _HEAD or data[: len(MAGIC)] != MAGIC:
+    if len(data) < _HEAD or data[: len(MAGIC)] not in (MAGIC, SEALED):
         raise fail("E0732", "not an Esper artifact: wrong magic or truncated header")
-    (length,) = struct.unpack_from("<Q", data, len(MAGIC))
-    if length > MAX_MANIFEST_BYTES or _HEAD + length > len(data):
-        raise fail("E0732", f"manifest length {length} runs past the end of the file or the limit")
-    text = data[_HEAD : _HEAD + length]
-    manifest = json.loads(text) if verified else parse_json(text)
-    if not verified:
-        check_manifest(manifest)
-        if canonical_json(manifest) != text:
-            raise fail("E0733", "manifest is not in canonical form")
-    return Container(
-        manifest, MappingProxyType(_blobs(manifest["blobs"], data, _HEAD + length, verified)), data
-    )
+    text, end = _section(data, len(MAGIC), "manifest")
+    written = memoryview(b"")
+    if data.startswith(SEALED):
+        written, end = _section(data, end, "sealed form")
+        if not written:
+            raise fail("E0732", "an empty sealed form")
+    if verified and written:
+        sealed = Sealed(written)
+        return Container(text, MappingProxyType(_blobs(sealed.head["blobs"], data, end)), data, sealed)
+    manifest = json.loads(bytes(text)) if verified else _checked(text, written)
+    views = _blobs(map(_place, manifest["blobs"]), data, end)
+    for row in () if verified else manifest["blobs"]:
+        if sha256_hex(views[row["name"]]) != row["sha256"]:
+            raise fail("E0730", f"blob {row['name']!r} does not match its digest")
+    found = Container(text, MappingProxyType(views), data, Sealed(written) if written else None)
+    found.__dict__["manifest"] = manifest
+    return found
 
 
-def _blobs(table: list[dict[str, Any]], data: bytes, end: int, verified: bool) -> dict[str, memoryview]:
+def _checked(text: memoryview, written: memoryview) -> dict[str, Any]:
+    manifest = parse_json(text)
+    check_manifest(manifest)
+    if canonical_json(manifest) != text:
+        raise fail("E0733", "manifest is not in canonical form")
+    if written and seal(manifest) != written:
+        raise fail("E0733", "the sealed form does not say what the manifest says", node="sealed")
+    return manifest
+
+
+def _section(data: bytes, at: int, what: str) -> tuple[memoryview, int]:
+    """A text with its length before it, and where it ends."""
+    if at + 8 > len(data):
+        raise fail("E0732", f"the file ends before the length of its {what}")
+    (length,) = struct.unpack_from("<Q", data, at)
+    end = at + 8 + length
+    if length > MAX_MANIFEST_BYTES or end > len(data):
+        raise fail("E0732", f"{what} length {length} runs past the end of the file or the limit")
+    return memoryview(data)[at + 8 : end], end
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return row["name"], row["offset"], row["size"]
+
+
+def _blobs(table: Iterable[Sequence[Any]], data: bytes, end: int) -> dict[str, memoryview]:
+    """Views by name, of rows (name, offset, size)."""
     view, base = memoryview(data), _align(end)
     found: dict[str, memoryview] = {}
-    for index, row in enumerate(table):
-        start = base + row["offset"]
+    for name, offset, size in table:
+        start = base + offset
         if start != _align(end):
-            raise fail("E0732", f"blob {row['name']!r} does not follow the one before it")
-        if start + row["size"] > len(data):
-            raise fail("E0732", f"blob {row['name']!r} runs past the end of the file")
+            raise fail("E0732", f"blob {name!r} does not follow the one before it")
+        if start + size > len(data):
+            raise fail("E0732", f"blob {name!r} runs past the end of the file")
         if data[end:start].strip(b"\0"):
-            raise fail("E0732", f"padding before blob {index} is not zero")
-        blob = view[start : start + row["size"]]
-        if not verified and sha256_hex(blob) != row["sha256"]:
-            raise fail("E0730", f"blob {row['name']!r} does not match its digest")
-        found[row["name"]] = blob
-        end = start + row["size"]
+            raise fail("E0732", f"padding before blob {name!r} is not zero")
+        found[name] = view[start : start + size]
+        end = start + size
     if end != len(data):
         raise fail("E0732", f"{len(data) - end} bytes after the last blob")
     return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +92,13 @@ class ArtifactRecord:
     created: float
     seq: int
 
+    @staticmethod
+    def of(row: Sequence[Any]) -> ArtifactRecord:
+        """From its values in order: what a frozen dataclass's __init__ does one by one, at once."""
+        made = object.__new__(ArtifactRecord)
+        made.__dict__.update(zip(_ARTIFACT, row, strict=True))
+        return made
+
     @property
     def away(self) -> bool:
         """Whether its bytes lie in an archive and need not be here."""
@@ -100,6 +107,9 @@ class ArtifactRecord:
     def to_json(self) -> dict[str, Any]:
         """As data, for `--json`."""
         return dict(self.__dict__)
+
+
+_ARTIFACT = tuple(f.name for f in fields(ArtifactRecord))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
  * launch(capsule, stream: int, slots: list) -> None | (code, number)
  * counts(capsule) -> list[int]           how often each choice of each launch was taken
  * lookup(hot, tensors, types, grad)      the plan that a call of this signature took before
+ * bind(...)                              a plan bound to sizes, see _bind.h
  *
  * Slots are tensors (asked for data_ptr()) or integers. Only CPython's limited API and no torch header is used: one
  * binary serves every Python from 3.11 and every torch. The driver's functions arrive as addresses.
@@ -16,6 +17,7 @@
 
 #include <stdlib.h>
 
+#include "_bind.h"
 #include "_segment.h"
 
 static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape, *name_cpu;
@@ -242,6 +244,7 @@ static PyMethodDef methods[] = {
     {"segment", make_segment, METH_O, "capsule of an encoded segment"},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch a segment on a stream"},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL, "the plan known for a call, or None"},
+    {"bind", bind, METH_VARARGS, "a plan of kernels bound to sizes, or None"},
     {"counts", counts, METH_O, "how often each choice was taken"},
     {NULL, NULL, 0, NULL},
 };

@@ -98,10 +98,10 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self._debug = debug
-        program, manifest = handle.entry.program, handle.entry.container.manifest
+        program, container = handle.entry.program, handle.entry.container
         self._handle, self._fallback, self._dispatch = handle, fallback, dispatch
         self._name = handle.artifact_id
-        self._blueprint = str(manifest["blueprint"]["name"])
+        self._blueprint = str(container.head["title"])
         self._counters = Counters()
         self._counters.loads = 1
         specs = program.interface.inputs
@@ -110,7 +110,7 @@ class Block(nn.Module):
         self._own_names = tuple(s.name for s in own)
         self._can = tuple(s.name in program.interface.differentiable for s in specs)
         place = device if device is not None else program.device
-        text = blueprint_document(manifest) if own else {}
+        text = blueprint_document(container.manifest) if own else {}
         self._flat = all(s.kind == "param" and "." not in s.name for s in own)
         parameters.attach(self, own, text, program.interface.differentiable, place)
         self._bind()

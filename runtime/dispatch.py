@@ -27,6 +27,7 @@ try:
 except ImportError:
     _native = None
 
+_bind = getattr(_native, "bind", None)
 CPU, CUDA = 0, 1
 NULL_SLOT, NO_VARIANT = -1, -2
 ALIGNMENT = 16
@@ -289,6 +290,17 @@ def _cpu_run(segment: Segment) -> Callable[[Choice, tuple[int, int, int], int, A
 def native_available() -> bool:
     """Whether the C extension is built and not switched off by ESPER_NATIVE=0."""
     return _native is not None and os.environ.get("ESPER_NATIVE", "1") != "0"
+
+
+def native_segment(words: bytes) -> tuple[Any, Callable[..., Any]]:
+    """An encoded segment for the C dispatcher, and the function that launches it."""
+    assert _native is not None
+    return _native.segment(words), _native.launch
+
+
+def native_bind(*given: Any) -> tuple[bytes, Any, Any, Any, int] | None:
+    """`bind` of `runtime/_bind.h`; None also where the extension was built without it."""
+    return _bind(*given) if _bind is not None else None
 
 
 def native_lookup() -> Callable[..., Any] | None:

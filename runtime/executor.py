@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from library.canon import canonical_json
 from library.launch import Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
 from runtime import externs
+from runtime.bound import BoundDispatch, BoundLayout, Kernels, bind
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
 from runtime.errors import fail
@@ -90,10 +92,17 @@ class Ready:
         "_code",
     )
 
-    def __init__(self, program: Program, plan: Plan, dims: Dims, layout: Layout) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, dims: Dims, layout: Layout, words: bytes | None = None
+    ) -> None:
         self.plan, self.dims, self.layout = plan, dims, layout
-        self.launches = sum(len(p.launches) if isinstance(p, Segment) else 1 for p in layout.parts)
-        self.parts = tuple(program.bind(part) for part in layout.parts)
+        self.parts: tuple[Dispatch | Extern, ...]
+        if words is not None and isinstance(layout, BoundLayout):
+            self.launches: int = layout.launches
+            self.parts = (BoundDispatch(layout, words, program.code.driver, program.index),)
+        else:
+            self.launches = sum(len(p.launches) if isinstance(p, Segment) else 1 for p in layout.parts)
+            self.parts = tuple(program.bind(part) for part in layout.parts)
         self._single = self.parts[0] if len(self.parts) == 1 else None
         self._fresh = tuple((f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh)
         self._empty, self._index = program.empty, program.index
@@ -172,6 +181,7 @@ class Program:
         self.index = -1 if code.device.type == "cpu" else int(code.device.index or 0)
         self.native, self.strict, self.counters = native, strict, Counters()
         self.functions = Functions({k.name: k for k in launch.kernels}, code.address)
+        self._kernels = Kernels(self.functions)
         self.saved_count = _saved_count(launch)
         self.dim_names = tuple(d.name for d in self.interface.dims)
         self.dtypes = tuple(getattr(torch, spec.dtype) for spec in self.interface.inputs)
@@ -300,23 +310,25 @@ class Program:
         """The plan that serves a call: of those whose bucket holds and whose gradients suffice, the one
         with the fewest gradients, the first among equals. E0815."""
         values = dict(zip(self.dim_names, dims, strict=True))
-        phases = (phase, "forward") if phase == "inference" else (phase,)  # saving for nobody is only slower
-        fitting = [
-            p
-            for p in self.launch.plans
-            if p.phase in phases
-            and set(wanted) <= set(p.wanted)
-            and all(b.low <= values[b.dim] <= b.high for b in p.bucket)
-        ]
-        if not fitting:
-            raise fail(
-                "E0815",
-                f"no {phase} plan for {values}"
-                + (f" and the gradients of {', '.join(wanted)}" if wanted else ""),
-                node=self.artifact_id,
-                hint="compile the blueprint for these sizes and gradients",
-            )
-        return min(fitting, key=lambda p: (phases.index(p.phase), len(p.wanted)))
+        asked = frozenset(wanted)
+        # Saving for nobody is only slower: the forward plan serves where there is none without.
+        for one in (phase, "forward") if phase == "inference" else (phase,):
+            fitting = [
+                p
+                for p in self.launch.plans
+                if p.phase == one
+                and (not asked or asked.issubset(p.wanted))
+                and all(b.low <= values[b.dim] <= b.high for b in p.bucket)
+            ]
+            if fitting:
+                return fitting[0] if len(fitting) == 1 else min(fitting, key=lambda p: len(p.wanted))
+        raise fail(
+            "E0815",
+            f"no {phase} plan for {values}"
+            + (f" and the gradients of {', '.join(wanted)}" if wanted else ""),
+            node=self.artifact_id,
+            hint="compile the blueprint for these sizes and gradients",
+        )
 
     def ready(self, phase: str, dims: Dims, wanted: tuple[str, ...] = ()) -> Ready:
         """Launch-ready plan of a phase for these sizes."""
@@ -327,8 +339,13 @@ class Program:
     def prepare(self, plan: Plan, dims: Dims, given: Collection[int] = (), separate: bool = False) -> Ready:
         """Bind a plan to sizes; `given` and `separate` as in `runtime.layout.lay_out`. Not memoised."""
         values = dict(zip(self.dim_names, dims, strict=True))
-        layout = lay_out(plan, self.interface, self.saved_count, values, self.functions, given, separate)
-        return Ready(self, plan, dims, layout)
+        again = partial(lay_out, plan, self.interface, self.saved_count, values, self.functions)
+        if not given and not separate and self.uses_native:
+            driver = self.code.driver
+            found = bind(plan, self.interface, self.saved_count, values, self._kernels, driver, again)
+            if found is not None:
+                return Ready(self, plan, dims, *found)
+        return Ready(self, plan, dims, again(given, separate))
 
     def run(
         self,

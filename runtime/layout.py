@@ -90,7 +90,7 @@ def lay_out(
     """`saved`: tensors that the forward hands over; `given`: buffers the caller provides; `separate`: one
     slot per buffer and one segment per launch, for inspection between launches. E0809, E0812.
     """
-    shapes = [tuple(evaluate(s, dims) for s in b.shape) for b in plan.buffers]
+    shapes = [tuple([s if isinstance(s, int) else evaluate(s, dims) for s in b.shape]) for b in plan.buffers]
     feeds = feed_count(plan, interface, saved)
     placer = _Placer(plan, shapes, (feeds, saved), tuple(sorted(given)), separate)
     launches = [_step(step, plan, shapes, dims, functions) for step in plan.steps]
@@ -265,7 +265,8 @@ def _step(
     args = tuple((a.kind == "buffer", _number(a, dims)) for a in step.args)
     for variant in fitting:
         _check_arguments(step, args, functions.kernels[variant.kernel])
-    grid = (evaluate(step.grid[0], dims), evaluate(step.grid[1], dims), evaluate(step.grid[2], dims))
+    x, y, z = step.grid
+    grid = (evaluate(x, dims), evaluate(y, dims), evaluate(z, dims))
     if min(grid) < 0:
         raise fail("E0809", f"a grid of {grid}", node=step.group)
     return Launch(step.group, tuple(_choice(v, functions) for v in fitting), args, grid)
@@ -294,16 +295,17 @@ def _choice(variant: Variant, functions: Functions) -> Choice:
 
 
 def _check_arguments(step: KernelStep, args: Sequence[tuple[bool, int]], kernel: Kernel) -> None:
-    if len(args) != len(kernel.params):
-        raise fail("E0809", f"{len(args)} arguments for {len(kernel.params)} parameters", node=kernel.name)
-    for (is_buffer, value), param in zip(args, kernel.params, strict=True):
-        if is_buffer != (param.kind == "ptr"):
+    kinds = kernel.kinds
+    if len(args) != len(kinds):
+        raise fail("E0809", f"{len(args)} arguments for {len(kinds)} parameters", node=kernel.name)
+    for (is_buffer, value), kind in zip(args, kinds, strict=True):
+        if is_buffer != (kind == "ptr"):
             raise fail(
                 "E0809",
-                f"a {'buffer' if is_buffer else 'size'} for a parameter of kind {param.kind}",
+                f"a {'buffer' if is_buffer else 'size'} for a parameter of kind {kind}",
                 node=kernel.name,
             )
-        if param.kind == "i32" and not -(2**31) <= value < 2**31:
+        if kind == "i32" and not -(2**31) <= value < 2**31:
             raise fail("E0812", f"{value} does not fit the 32-bit argument of {step.group}", node=step.group)
 
 

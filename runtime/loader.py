@@ -22,7 +22,7 @@ from esper_ir.diagnostics import EsperError, Rejected
 from library import launch as launch_manifest
 from library.manifest import Container, unpack
 from library.platform import Platform
-from library.records import PENDING_BENCHMARKING, VALIDATED, ArtifactRecord, Verdict
+from library.records import PENDING_BENCHMARKING, VALIDATED, ArtifactRecord, LoadedArtifact, Verdict
 from library.store import Library
 from runtime import outcomes, system
 from runtime.cache import Cache, CacheInfo
@@ -188,8 +188,8 @@ def _load(
             f"{record.id} runs unvalidated: nothing has proven it", UnvalidatedWarning, stacklevel=4
         )
     machine = system.machine(record.kind, int(chosen.index or 0))
-    notes = check_machine(loaded.container.manifest, machine, strict())
-    launch = launch_manifest.from_json(loaded.container.manifest["launch"], lazy=loaded.verdict is not None)
+    notes = check_machine(loaded.container.head, machine, strict())
+    launch = launch_of(loaded)
     program = _program(record.id, launch, loaded.container, chosen, machine)
     if notes:
         log.warning("%s: %s", record.id, "; ".join(notes))
@@ -203,7 +203,7 @@ def _program(
     device: torch.device,
     machine: Platform,
 ) -> Program:
-    versions = machine.externs if container.manifest["externs"] else {}
+    versions = machine.externs if container.head["externs"] else {}
 
     def attempt() -> Code:
         return load_code(launch, container.blobs, device, name=artifact_id, versions=versions)
@@ -216,8 +216,16 @@ def _program(
         code = attempt()
     # Code is unmapped when the last program and the last bound plan of it are gone, whatever the cache held.
     weakref.finalize(code, close_all, code.objects).atexit = False
-    title = str(container.manifest["blueprint"]["name"])
-    return Program(artifact_id, launch, code, strict=strict(), title=title)
+    return Program(artifact_id, launch, code, strict=strict(), title=str(container.head["title"]))
+
+
+def launch_of(loaded: LoadedArtifact) -> launch_manifest.LaunchManifest:
+    """Of proven bytes the sealed form, where they have one: that it says what the manifest says was seen when
+    they were proven. All else is read strictly."""
+    container = loaded.container
+    if loaded.verdict is not None and container.sealed is not None:
+        return container.sealed.launch()
+    return launch_manifest.from_json(container.manifest["launch"], lazy=loaded.verdict is not None)
 
 
 def resolve(library: Library, name: str, device: torch.device | None, unvalidated: bool) -> ArtifactRecord:

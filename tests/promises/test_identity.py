@@ -70,6 +70,12 @@ def test_a_template_changes_the_id(work: Work, monkeypatch: pytest.MonkeyPatch) 
     assert _key(work, _stated(work)) != before
 
 
+def test_the_sealed_form_changes_the_id(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _key(work, _stated(work))
+    monkeypatch.setattr(package.sealed, "VERSION", 99)
+    assert _key(work, _stated(work)) != before
+
+
 def test_a_plan_changes_the_id(work: Work) -> None:
     """The frozen choices are in the key by the text of every kernel plan."""
     before = _key(work, _stated(work))
