@@ -198,7 +198,7 @@ def judged(
     def one(case: Planted) -> None:
         if time.monotonic() > end:
             return
-        server, seen = servers.get(), ""
+        server, seen = servers.get(), witness.Seen("", False)
         try:
             data = (folder / case.file).read_bytes()
             short = quick or (not case.kind and case.seed > first)
@@ -209,10 +209,11 @@ def judged(
         finally:
             servers.put(server)
         with lock:
-            rows.append({**_row(case, found), "witness": seen, "full": not short})
+            told = {"witness": seen.place, "beyond": seen.fault, "full": not short}
+            rows.append({**_row(case, found), **told})
             if bool(case.kind) != (found.passed is False):
                 say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
-                say(f"  {'shown by ' + seen if seen else 'not told from the clean one'}")
+                say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
             if len(rows) % 20 == 0:
                 say(f"{len(rows)} of {len(planted)}")
 
@@ -243,8 +244,9 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
 def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: str) -> dict[str, Any]:
     """As a results file: caught and planted by class, those under ten times the bound, and the clean ones."""
     faults, clean = [r for r in rows if r["kind"]], [r for r in rows if not r["kind"]]
-    same = [r for r in faults if _changes_nothing(r)]
-    faults = [r for r in faults if r not in same]
+    same = [r for r in faults if _no_fault(r) and not r["witness"]]
+    within = [r for r in faults if _no_fault(r) and r["witness"]]
+    faults = [r for r in faults if not _no_fault(r)]
     missed = [r for r in faults if not _caught(r)]
     refused = [r for r in clean if r["passed"] is not True]
     kinds, names = sorted({r["kind"] for r in faults}), len({r["block"] for r in clean})
@@ -258,6 +260,7 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
             sum(c["under_10x"] >= 10 for c in by_class), "count"
         ),
         "mutants_that_change_nothing": results.figure(len(same), "count"),
+        "mutants_never_beyond_the_bound": results.figure(len(within), "count"),
         "clean_judged": results.figure(len(clean), "count", 300, at_least=True),
         "clean_blueprints": results.figure(names, "count", BLUEPRINTS, at_least=True),
         "clean_refused": results.figure(len(refused), "count", 0),
@@ -265,8 +268,8 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
         "judge_own_processor_seconds_median": results.figure(_own(clean), "s", 2.0),
     }
     notes = [f"seed {seed}; {len(rows)} of {asked} artifacts judged on {device} within the time given"]
-    told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "notes": notes}
-    return {**results.header("faults"), "rows": by_class, "figures": figures, **told}
+    told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "within": _told(within)}
+    return {**results.header("faults"), "rows": by_class, "figures": figures, **told, "notes": notes}
 
 
 def _own(clean: Sequence[Mapping[str, Any]]) -> float | None:
@@ -279,9 +282,10 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{k: r[k] for k in ("kind", "block", "kernel", "place", "reason", "witness")} for r in rows]
 
 
-def _changes_nothing(row: Mapping[str, Any]) -> bool:
-    """No fault at all: it gives the clean artifact's numbers wherever they were compared."""
-    return bool(row["by_value"] and row["passed"] and not row["witness"])
+def _no_fault(row: Mapping[str, Any]) -> bool:
+    """Wherever it was compared it gives the clean artifact's numbers, or others that are as right by the rule
+    of docs/bounds.md."""
+    return bool(row["by_value"] and row["passed"] and not row["beyond"])
 
 
 BEFORE_RUNNING = ("forged manifest", "work skipped on repeat")

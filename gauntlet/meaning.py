@@ -154,11 +154,16 @@ def shaken(
     alone unless `declared`."""
     generator = torch.Generator().manual_seed(1009 * turn + 1)
 
-    def moved(value: Tensor, count: int, least: float = 0.0) -> Tensor:
+    def moved(value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None) -> Tensor:
         noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
-        return value * (1 + max(subject.roundoff * math.sqrt(count), least) * noise)
+        by = subject.roundoff * math.sqrt(count)
+        share = max(by, least)
+        own = value * (1 + share * noise)
+        if size is None:
+            return own
+        return torch.where(by * size > share * value.abs(), value + by * size * noise, own)
 
-    def kept(value: Tensor, count: int, kind: DType | None) -> Tensor:
+    def kept(value: Tensor, count: int, kind: DType | None, size: Tensor | None) -> Tensor:
         """Where the compute type holds a value as it is, nothing is rounded to it; nor to a shorter one."""
         if not value.is_floating_point():
             return value
@@ -166,20 +171,36 @@ def shaken(
         if kind is not None and kind in oracle.BOUNDS:
             narrow, least = getattr(torch, kind.value), oracle.BOUNDS[kind].roundoff
         held = value == value.to(computed).to(narrow)
-        return torch.where(held, value, moved(value, count, least))
+        return torch.where(held, value, moved(value, count, least, size))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
         if not _rounds(node) and not (declared and _narrows(graph, node)):
             return made
         types = [graph.types[name].dtype if declared else None for name in node.outputs]
-        count = oracle.terms(graph, node, sizes)
-        return tuple(kept(t, count, kind) for t, kind in zip(made, types, strict=True))
+        count, size = oracle.terms(graph, node, sizes), _partial_sum(node, known)
+        return tuple(kept(t, count, kind, size) for t, kind in zip(made, types, strict=True))
+
+    def noted(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        out = after(node, made, sizes)
+        known.update(zip(node.outputs, out, strict=True))
+        return out
 
     computed = torch.float64 if subject.roundoff == oracle.BOUNDS[DType.float64].roundoff else torch.float32
 
     with torch.no_grad():
         shifted = {n: v if _exact(v) else moved(v.double(), 1) for n, v in given.items()}
-        return reference.evaluate_all(graph, shifted, precision="float64", after=after)
+        known = dict(shifted)
+        return reference.evaluate_all(graph, shifted, precision="float64", after=noted)
+
+
+def _partial_sum(node: Node, known: Mapping[str, Tensor]) -> Tensor | None:
+    """The size that partial sums have where terms of either sign cancel: roundings are of these, also where
+    nothing is left in the end. None where no sum is taken, or where it is exact in any order."""
+    if node.op not in ("sum", "mean") or _exact(operand := known[node.tensors[0]]):
+        return None
+    dims, keepdim = node.attr("dims"), node.attr("keepdim")
+    size = torch.linalg.vector_norm(operand.double(), dim=tuple(dims), keepdim=keepdim)
+    return size * (size.numel() / max(operand.numel(), 1)) if node.op == "mean" else size
 
 
 def _exact(value: Tensor) -> bool:
@@ -189,7 +210,7 @@ def _exact(value: Tensor) -> bool:
         return True
     finite = torch.nan_to_num(value.double(), nan=0.0, posinf=0.0, neginf=0.0)
     top = float(finite.abs().max()) if finite.numel() else 0.0
-    return not top or bool((finite * (SHORT / 2.0 ** math.floor(math.log2(top)))).frac().eq(0).all())
+    return not top or bool((finite * math.ldexp(SHORT, 1 - math.frexp(top)[1])).frac().eq(0).all())
 
 
 def _rounds(node: Node) -> bool:

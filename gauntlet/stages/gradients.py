@@ -2,7 +2,7 @@
 
 gradients asked for     all, each alone, all but one
 cotangents              random, ones and rows with stride 0, one-hot, zeros, runs of zeros, transposed, absent
-of one sign             leaves and cotangents together, exact and far from zero: no sum cancels or rounds
+heavy sums              leaves and cotangents of one sign, exact, or with rows that one element outweighs
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
 """
@@ -27,11 +27,11 @@ DIRECTIONAL = "directional"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
 MORE = ("gaps", "zeros", "shifted", "sunk", "uneven")
-ONE_SIDED = (("above", "ones"), ("below", "ones"), ("above", "below"))
+HEAVY = (("above", "ones"), ("below", "ones"), ("above", "below"), ("tail", "ones"))
 """(draw, cotangent): what flows back through a sum over a row (the mean of w g in a centred row) is nearly
 nothing where its terms have either sign, and so is a fault of it; where they have one sign, roundings of the
 sum hide it, but for terms whose sums are exact. Each sign of leaves and cotangents once, and cotangents that
-are all alike."""
+are all alike. The rest of a row has its share only where its element outweighs the others."""
 KEPT, KEPT_ELEMENTS = 96, 1 << 16
 """Cases that are kept, and the most elements of the largest tensor of one."""
 STEP = 1e-6
@@ -97,12 +97,12 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 
 
 def _together(subject: Subject, base: Recipe) -> Iterator[Recipe]:
-    """Every plan with leaves and cotangents that show something together: of one sign, or at the ends of
+    """Every plan with leaves and cotangents that show something together: sums that are felt, or the ends of
     their types; the same values for all plans in a row."""
     every = subject.launch.interface.differentiable
     plans = [p.wanted for p in subject.plans("backward", base.dims)]
     asked = list(dict.fromkeys(tuple(n for n in every if n in wanted) for wanted in (every, *plans)))
-    for draw, cotangent in (*ONE_SIDED, *ranges.pairs(subject)):
+    for draw, cotangent in (*HEAVY, *ranges.pairs(subject)):
         for wanted in asked:
             yield replace(base, wanted=wanted, draw=draw, cotangent=cotangent)
 

@@ -98,3 +98,35 @@ def test_what_is_known_of_an_element_is_known_of_its_like() -> None:
     exact = torch.tensor([1.0, 1.9, 2.0, 1e-5, torch.inf, 0.0], dtype=torch.float64)
     known = torch.tensor([1e-3, 0.0, 1e-6, 1e-9, torch.inf, 0.0], dtype=torch.float64)
     assert accuracy._of_like_size(known, exact).tolist() == [1e-3, 1e-3, 1e-6, 1e-9, 0.0, 0.0]
+
+
+def test_a_sum_that_cancels_is_rounded_on_the_way(subject: Subject) -> None:
+    """Exact terms have an exact sum; others leave partial sums, however little is left in the end."""
+    blueprint = json.loads(json.dumps(toys.affine().blueprint))
+    blueprint |= {"name": "total", "outputs": ["y"],
+                  "nodes": [{"id": "y", "op": "mean", "inputs": ["x"], "attrs": {"dims": [1]}}]}  # fmt: skip
+    graph = verify.typed(text.parse(json.dumps(blueprint)))
+    half = torch.randn(64, 20, dtype=torch.float64)
+    x = torch.cat([half, 1e-9 - half], 1)
+    rest = {"w": torch.ones(40), "b": torch.ones(40)}
+    moved = meaning.shaken(subject, graph, {"x": x, **rest}, 0)["y"].square().mean().sqrt()
+    unit = 2.0**-24
+    assert 0.2 * unit < float(moved) < 2 * unit
+    exact = (x * 4).round()
+    assert torch.equal(meaning.shaken(subject, graph, {"x": exact, **rest}, 0)["y"], exact.mean(1))
+
+
+def test_an_element_has_a_factor_of_its_own(subject: Subject) -> None:
+    """What roundings on the way do to a few elements of a tensor is allowed to the full, and no more."""
+    exact = torch.randn(48, 70, dtype=torch.float64).float().double()
+    off = 1e-6 * torch.rand(48, 70, dtype=torch.float64)
+    off[5, 7] = 2e-5
+    recipe = Recipe("numerics", {"rows": 48, "cols": 70})
+    others = accuracy.Others(lambda turn: {"y": exact + off}, [])
+
+    def passed(times: float) -> bool:
+        got = exact.clone()
+        got[5, 7] += times * off[5, 7]
+        return accuracy.judged(subject, recipe, ("y", got.float(), exact, exact.float()), others).passed
+
+    assert passed(3.0) and not passed(8.0)
