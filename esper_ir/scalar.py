@@ -20,10 +20,10 @@ PRIMITIVES: dict[str, int] = {
     "floor": 1, "ceil": 1, "round": 1, "trunc": 1, "isnan": 1, "not": 1,
     "add": 2, "sub": 2, "mul": 2, "div": 2, "pow": 2, "fmod": 2, "atan2": 2, "maximum": 2, "minimum": 2,
     "eq": 2, "ne": 2, "lt": 2, "le": 2, "gt": 2, "ge": 2, "and": 2, "or": 2, "xor": 2,
-    "bitand": 2, "bitor": 2, "bitxor": 2, "where": 3,
+    "bitand": 2, "bitor": 2, "bitxor": 2, "shl": 2, "shr": 2, "quotient": 2, "where": 3,
 }  # fmt: skip
-INTEGRAL = frozenset({"bitand", "bitor", "bitxor"})
-"""Of whole numbers and truth values only."""
+INTEGRAL = frozenset({"bitand", "bitor", "bitxor", "shl", "shr", "quotient"})
+"""Of whole numbers and truth values only; a quotient is cut off towards 0, and 0 where the divisor is."""
 BOOLEAN = frozenset({"isnan", "not", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"})
 
 

@@ -153,10 +153,12 @@ class State:
     """What one block gives to its calls: the program, its own counters, and which plan answers which call.
     `node`: the same for `runtime/_node.cpp`, where that is built."""
 
-    __slots__ = ("program", "counters", "ready", "memo", "types", "gradients", "node", "_debug")
+    __slots__ = ("program", "counters", "ready", "memo", "types", "gradients", "node", "_debug", "_trains")
 
     def __init__(self, program: Program, counters: Counters, debug: bool = False) -> None:
         self.program, self.counters, self._debug = program, counters, debug
+        # Without: results are places or truth values, which have no gradient whatever inputs ask for.
+        self._trains = any(p.phase == "forward" for p in program.launch.plans)
         self.ready = _watching(program) if debug else program.ready
         self.types = (program.dtypes, PLAIN, program.index)
         self.memo: Memo[Any, list[Any]] = Memo(READY_LIMIT)
@@ -166,7 +168,8 @@ class State:
     def choose(self, tensors: list[Tensor], grad: bool) -> tuple[Ready, bool]:
         """The plan for a call that `lookup` did not know, everything checked; and whether it needs a
         graph. Tensors that are not dense are replaced in the list."""
-        asked = grad and any(t.requires_grad for t in tensors)
+        wanted = grad and any(t.requires_grad for t in tensors)
+        asked = wanted and self._trains
         key = tuple([t.shape for t in tensors])
         dims = self.program.admit(tensors, self.counters)
         found = (self.ready("forward" if asked else "inference", dims), asked)
@@ -177,7 +180,7 @@ class State:
         pair = self.memo.get(key)
         if pair is None:
             pair = self.memo.put(key, [None, None])
-        pair[asked] = found
+        pair[wanted] = found
         self._teach(key, *found)
         return found
 

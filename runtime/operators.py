@@ -196,6 +196,7 @@ def forward(name: str, mask: int, xs: Sequence[Tensor], turned: int) -> list[Ten
 def _forward(program: Program, mask: int, xs: Sequence[Tensor], turned: int) -> list[Tensor]:
     slots = _inside(xs, turned)
     dims = program.admit(slots)
+    mask = mask if roles_of(program).forward is not None else 0
     ready = program.ready("forward" if mask else "inference", dims)
     ready(slots)
     program.counters.launches += ready.launches
@@ -335,7 +336,7 @@ class _Differentiable(torch.autograd.Function):
         found = _below(torch.ops.esper.fwd.default, keyset, name, mask, list(xs), turned)
         program = _described(name)
         ctx.call = (name, mask, turned, len(xs), sizes(program, xs, turned))
-        if mask:
+        if mask and roles_of(program).forward is not None:
             ctx.save_for_backward(*roles_of(program).saved(xs, found))
         return tuple(found)
 

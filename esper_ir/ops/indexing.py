@@ -149,13 +149,22 @@ def _resolve_cumsum(operands: Types, attrs: Attrs) -> dict[str, Any]:
 
 
 def _infer_cumsum(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """Whole numbers and truth values are counted in int64."""
     x = tensor(operands[0])
-    accept([x], "float")
+    return (x if x.dtype.is_floating else TensorType(DType.int64, x.shape),)
+
+
+def _infer_running(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    if x.dtype is not DType.int64:
+        accept([x], "float")
     return (x,)
 
 
 def _expand_cumsum(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x = only(inputs)
+    if not x.type.dtype.is_floating:
+        return (emit("running_sum", to(emit, x, DType.int64), **attrs),)
     return (to(emit, emit("running_sum", up(emit, x), **attrs), x.type.dtype),)
 
 
@@ -177,8 +186,9 @@ def _cumsum_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
 def _scan(name: str, lowering: Any, vjp: Any, dtypes: Sequence[str]) -> OpDef:
     rows = [((5, 7), {"dim": 1}), ((5, 7), {"dim": 0}), ((2, 3, 4), {"dim": -2}),
             ((3, 6), {"dim": 1, "reverse": True})]  # fmt: skip
+    infer = _infer_cumsum if name == "cumsum" else _infer_running
     return OpDef(
-        name=name, infer=_infer_cumsum, reference=_cumsum_reference, vjp=vjp,
+        name=name, infer=infer, reference=_cumsum_reference, vjp=vjp,
         lowering=lowering, arity=(1, 1), params=(Attr("dim", "int"), REVERSE), resolve=_resolve_cumsum,
         samples=tuple(Sample((TensorType.of(d, s),), attrs) for d in dtypes for s, attrs in rows),
         cost=lambda i, o, a: o[0].numel, doc="torch.cumsum",
@@ -226,6 +236,7 @@ OPS = (
     ),
     _triangle("tril", "le"),
     _triangle("triu", "ge"),
-    _scan("cumsum", Composite(_expand_cumsum), ByExpansion(), ("float32", "bfloat16", "float64")),
-    _scan("running_sum", Scan("cumsum", "sum"), _vjp_running, ("float32", "float64")),
+    _scan("cumsum", Composite(_expand_cumsum), ByExpansion(),
+          ("float32", "bfloat16", "float64", "int64", "bool")),
+    _scan("running_sum", Scan("cumsum", "sum"), _vjp_running, ("float32", "float64", "int64")),
 )  # fmt: skip

@@ -186,6 +186,74 @@ def _top_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     return tuple(v.narrow(attrs["dim"], 0, attrs["k"]) for v in both)
 
 
+def _infer_ranked(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """One value and its place; of symbolic axes the least size counts."""
+    x = tensor(operands[0])
+    accept([x], "number")
+    shape = _shape(x, attrs)
+    if x.rank and "k" in attrs:
+        low = least(x.shape[attrs["dim"]])
+        if attrs["k"] < 1 or low is None or low < attrs["k"]:
+            raise EsperError("E0206", f"cannot prove that axis {attrs['dim']} of {x} has {attrs['k']} values")
+    return TensorType(x.dtype, shape), TensorType(DType.int64, shape)
+
+
+def _resolve_ranked(operands: Types, attrs: Attrs) -> dict[str, Any]:
+    return {**attrs, "dim": axis(attrs["dim"], tensor(operands[0]).rank)}
+
+
+def _expand_ranked(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    """What stands at a place of the order; the last of the order is NaN where there is any, and a median is
+    that then.
+    """
+    x = only(inputs)
+    if not x.type.rank:
+        return emit("cast", x, dtype=x.type.dtype), emit("full", shape=(), value=0, dtype=DType.int64)
+    at, shape = attrs["dim"], _shape(x.type, attrs)
+    size = x.type.shape[at]
+    values, places = emit.many("sort", x, dim=at)
+    place = attrs["k"] - 1 if "k" in attrs else (size - 1) // 2
+    found = [_at(emit, v, at, place) for v in (values, places)]
+    if "k" not in attrs and x.type.dtype.is_floating:
+        last = [_at(emit, v, at, size - 1) for v in (values, places)]
+        broken = emit("isnan", last[0])
+        found = [emit("where", broken, a, b) for a, b in zip(last, found, strict=True)]
+    flat = [v if v.type.shape == shape else emit("reshape", v, shape=shape) for v in found]
+    return flat[0], flat[1]
+
+
+def _at(emit: Emit, x: Val, at: int, place: Dim | int) -> Val:
+    return emit("slice", x, dim=at, start=place, end=place + 1)
+
+
+def _ranked_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    """Of equal values torch may take any; the one that a stable order puts there."""
+    x = inputs[0]
+    if not x.dim():
+        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
+    at, keep = attrs["dim"], attrs["keepdim"]
+    place = attrs["k"] - 1 if "k" in attrs else (x.shape[at] - 1) // 2
+    values, places = torch.sort(x, dim=at, stable=True)
+    if "k" not in attrs and x.is_floating_point():
+        broken = values.narrow(at, x.shape[at] - 1, 1).isnan()
+        values, places = (
+            torch.where(broken, v.narrow(at, x.shape[at] - 1, 1), v.narrow(at, place, 1))
+            for v in (values, places)
+        )
+        place = 0
+    picked = (v.narrow(at, place, 1) for v in (values, places))
+    return tuple(v if keep else v.squeeze(at) for v in picked)
+
+
+def _ranked(name: str, doc: str, *own: Attr) -> OpDef:
+    given = {"k": 2} if own else {}
+    return OpDef(
+        name=name, infer=_infer_ranked, vjp=ByExpansion(), lowering=Composite(_expand_ranked), arity=(1, 1),
+        reference=_ranked_reference, params=(*own, DIM, KEEPDIM), resolve=_resolve_ranked, cost=_cost,
+        samples=tuple(Sample((TensorType.of(d, s),), {**a, **given}) for d, s, a in ROWS if s), doc=doc,
+    )  # fmt: skip
+
+
 def _sort_samples(**attrs: Any) -> tuple[Sample, ...]:
     rows = (("float32", (5, 7), 1), ("float32", (5, 7), 0), ("bfloat16", (2, 5, 3), 1), ("float64", (6,), 0),
             ("int64", (5, 7), -1))  # fmt: skip
@@ -204,6 +272,8 @@ OPS = (
         samples=(*_sort_samples(), *_sort_samples(descending=True)),
         doc="torch.sort(stable=True): values and places",
     ),
+    _ranked("median", "torch.median along an axis: the lower of two in the middle, and its place"),
+    _ranked("kthvalue", "torch.kthvalue: the k-th smallest along an axis, and its place", Attr("k", "int")),
     OpDef(
         name="topk", infer=_infer_top, vjp=ByExpansion(), lowering=Composite(_expand_top), arity=(1, 1),
         reference=_top_reference, resolve=resolve_axis, cost=_cost,

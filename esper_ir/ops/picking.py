@@ -158,9 +158,14 @@ def _expand_along(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequen
 
 def _infer_select(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     x, at = tensor(operands[0]), attrs["dim"]
-    accept([x], "float")
     places = _places(operands[1], 1, 1)
     return (TensorType(x.dtype, (*x.shape[:at], places.shape[0], *x.shape[at + 1 :])),)
+
+
+def _wide(emit: Emit, places: Val, shape: Shape, at: int) -> Val:
+    """The same positions in every row."""
+    own = tuple(places.type.shape[0] if i == at else ONE for i in range(len(shape)))
+    return emit("expand", emit("reshape", places, shape=own), shape=shape)
 
 
 def _table(emit: Emit, x: Val, at: int) -> Val:
@@ -183,6 +188,9 @@ def _restored(emit: Emit, rows: Val, shape: Shape, at: int) -> Val:
 def _expand_select(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x, at = val(inputs[0]), attrs["dim"]
     shape = x.type.shape
+    if not x.type.dtype.is_floating:  # tables of rows are floating
+        (made,) = _infer_select([x.type, val(inputs[1]).type], attrs)
+        return (emit("gather", x, _wide(emit, val(inputs[1]), made.shape, at), dim=at),)
     rows = emit("embedding", inputs[1], _table(emit, x, at))
     count = val(inputs[1]).type.shape[0]
     return (_restored(emit, rows, (*shape[:at], count, *shape[at + 1 :]), at),)
@@ -190,7 +198,9 @@ def _expand_select(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Seque
 
 def _infer_index_add(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     x, source, at = tensor(operands[0]), tensor(operands[2], 2), attrs["dim"]
-    accept([x, source], "float")
+    accept([x, source], "number")
+    if not x.dtype.is_floating and not float(attrs["alpha"]).is_integer():
+        raise EsperError("E0203", f"alpha is {attrs['alpha']} for {x}", hint="a whole number")
     places = _places(operands[1], 1, 1)
     wanted = TensorType(x.dtype, (*x.shape[:at], places.shape[0], *x.shape[at + 1 :]))
     if source != wanted:
@@ -200,6 +210,12 @@ def _infer_index_add(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
 
 def _expand_index_add(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
     x, at = val(inputs[0]), attrs["dim"]
+    if not x.type.dtype.is_floating:
+        source = val(inputs[2])
+        if attrs["alpha"] != 1.0:
+            source = emit("mul", source, int(attrs["alpha"]))
+        places = _wide(emit, val(inputs[1]), source.type.shape, at)
+        return (emit("scatter_add", x, places, source, dim=at),)
     table = _table(emit, val(inputs[2]), at)
     size = (x.type.shape[at], numel((*x.type.shape[:at], *x.type.shape[at + 1 :])))
     rows = emit("embedding_grad", table, inputs[1], size=size)
@@ -278,7 +294,7 @@ OPS = (
         reference=lambda i, a: (torch.index_select(i[0], a["dim"], i[1]),), arity=(2, 2), params=(DIM,),
         resolve=resolve_axis, cost=_no_cost, indices={1: limit(0)}, doc="torch.index_select",
         samples=(*_samples((4, 5), (3,), dim=0), *_samples((2, 4, 3), (5,), dim=1), *_samples((4,),
-            (2,), dim=0)),
+            (2,), dim=0), *_samples((2, 4, 3), (5,), dim=1, dtypes=("int64", "bool"))),
     ),
     OpDef(
         name="index_add", infer=_infer_index_add, vjp=ByExpansion(), lowering=Composite(_expand_index_add),
@@ -286,7 +302,7 @@ OPS = (
         params=(DIM, Attr("alpha", "float", 1.0)), resolve=resolve_axis, indices={1: limit(0)},
         cost=lambda i, o, a: tensor(i[2]).numel, doc="torch.index_add",
         samples=(*_samples((4, 5), (3,), (3, 5), dim=0), *_samples((2, 4, 3), (5,), (2, 5, 3),
-            dim=1, alpha=0.5)),
+            dim=1, alpha=0.5), *_samples((2, 4, 3), (5,), (2, 5, 3), dim=1, alpha=2.0, dtypes=("int64",))),
     ),
     OpDef(
         name="masked_fill", infer=_infer_filled, vjp=ByExpansion(), lowering=Composite(_expand_filled),

@@ -1,8 +1,7 @@
-"""Pooling to a given size, over one axis, by powers, and resampling: written with primitives.
+"""Pooling to a given size, over one axis and by powers: written with primitives.
 
-A mean over windows of uneven size, and a linear interpolation, are products with a matrix per axis, which
-positions alone make. There 0 times an infinity is NaN: unlike in torch, a value that is not finite reaches
-its whole row.
+A mean over windows of uneven size is a product with a matrix per axis, which positions alone make. There 0
+times an infinity is NaN: unlike in torch, a value that is not finite reaches its whole row.
 """
 
 from __future__ import annotations
@@ -290,107 +289,10 @@ def _power(rank: int) -> OpDef:
     )  # fmt: skip
 
 
-# Resampling.
-
-
-def _resolve_scaled(operands: Types, attrs: Attrs) -> dict[str, Any]:
-    rank = tensor(operands[0]).rank - 2
-    if rank not in (1, 2, 3):
-        raise EsperError("E0204", f"{tensor(operands[0])} is no batch of images", hint="rank 3 to 5")
-    if attrs["mode"] == "linear" and attrs["align_corners"] is None:
-        attrs = {**attrs, "align_corners": False}
-    return {**attrs, "size": tuned(attrs["size"], "size", 1, rank)}
-
-
-def _infer_scaled(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-    x = tensor(operands[0])
-    image(x, x.rank - 2)
-    if any(d.static is None for d in x.shape[2:]):
-        raise EsperError("E0206", f"resampling of {x} of symbolic size", hint="sizes of images are static")
-    return (TensorType(x.dtype, (*x.shape[:2], *(Dim.of(n) for n in attrs["size"]))),)
-
-
-def _weights(emit: Emit, size: int, count: int, attrs: Attrs, dtype: DType) -> Val:
-    """[count, size]: where each result lies among the operands. torch.nn.functional.interpolate's rules:
-    centres at half positions, or the first and last centres together (`align_corners`).
-    """
-    row = emit("cast", emit("reshape", positions(emit, Dim.of(count)), shape=(count, 1)), dtype=DType.float64)
-    column = emit("cast", positions(emit, Dim.of(size)), dtype=DType.float64)
-    if attrs["mode"] == "nearest":
-        at = emit("clamp", emit("floor", emit("mul", row, size / count)), max=float(size - 1))
-        return to(emit, emit("eq", column, at), dtype)
-    if attrs["align_corners"]:
-        at = emit("mul", row, (size - 1) / (count - 1) if count > 1 else 0.0)
-    else:
-        at = emit("sub", emit("mul", emit("add", row, 0.5), size / count), 0.5)
-    at = emit("clamp", at, min=0.0, max=float(size - 1))
-    apart = emit("sub", 1.0, emit("abs", emit("sub", column, at)))
-    return to(emit, emit("clamp", apart, min=0.0), dtype)
-
-
-def _nearest(emit: Emit, x: Val, axis: int, count: int) -> Val | None:
-    """Every element repeated, or every n-th one taken; None for sizes that do not divide each other."""
-    shape = x.type.shape
-    size = shape[axis].static
-    assert size is not None
-    if size % count == 0:
-        return emit("slice", x, dim=axis, step=size // count)
-    if count % size:
-        return None
-    apart = emit("reshape", x, shape=(*shape[: axis + 1], ONE, *shape[axis + 1 :]))
-    wide = emit("expand", apart, shape=(*shape[: axis + 1], Dim.of(count // size), *shape[axis + 1 :]))
-    return emit("reshape", wide, shape=(*shape[:axis], Dim.of(count), *shape[axis + 1 :]))
-
-
-def _expand_scaled(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
-    x = val(inputs[0])
-    y = up(emit, x)
-    for axis, count in enumerate(attrs["size"], 2):
-        size = x.type.shape[axis].static
-        assert size is not None
-        if size == count:
-            continue
-        plain = _nearest(emit, y, axis, count) if attrs["mode"] == "nearest" else None
-        y = plain or along(emit, y, axis, _weights(emit, size, count, attrs, y.type.dtype))
-    return (to(emit, y, x.type.dtype),)
-
-
-MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
-
-
-def _scaled_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
-    x = inputs[0]
-    linear = attrs["mode"] == "linear"
-    mode = MODES[x.dim() - 2] if linear else "nearest"
-    corners = attrs["align_corners"] if linear else None
-    return (functional.interpolate(x, attrs["size"], mode=mode, align_corners=corners),)
-
-
-SCALED = tuple(
-    Sample((TensorType.of(d, s),), {"size": size, "mode": mode, **more})
-    for d, s, size in (
-        ("float32", (2, 3, 5), (10,)), ("float32", (1, 2, 4, 6), (7, 3)), ("float32", (1, 2, 3, 4,
-            3), (6, 2, 3)),
-        ("bfloat16", (1, 2, 4, 4), (8, 8)), ("float64", (1, 2, 4, 6), (5, 9)),
-    )
-    for mode, more in (("nearest", {}), ("linear", {}), ("linear", {"align_corners": True}))
-)  # fmt: skip
-
 OPS = (
     _adaptive(1, _expand_adaptive(1)),
     *(_adaptive(rank, _expand_adaptive(rank)) for rank in (2, 3)),
     _line("max_pool1d", {"dilation": (2,)}, Attr("dilation", "ints", (1,))),
     _line("avg_pool1d", {"count_include_pad": False}, COUNT),
     *(_power(rank) for rank in (1, 2, 3)),
-    OpDef(
-        name="interpolate", infer=_infer_scaled, reference=_scaled_reference, vjp=ByExpansion(),
-        lowering=Composite(_expand_scaled), samples=SCALED, arity=(1, 1), resolve=_resolve_scaled, cost=_cost,
-        params=(
-            Attr("size", "ints", doc="sizes of the result"),
-            Attr("mode", "str", "nearest", ("nearest", "linear"), "linear: bilinear and trilinear as well"),
-            Attr("align_corners", "bool", None, doc="linear: the first and last centres stay; null: false"),
-        ),
-        tolerance=Tolerance(2.0, "torch computes the weights in the type of the operand"),
-        doc="torch.nn.functional.interpolate to a size; between elements what is not finite reaches its row",
-    ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from esper_ir.opdef import (
     Composite,
     Cotangents,
     Emit,
+    InferRule,
     Number,
     Opaque,
     OpDef,
@@ -35,9 +36,21 @@ Types = Sequence[TensorType | Number]
 
 
 def _infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """A primitive: in a compute type, products in int64 too."""
     x = tensor(operands[0])
     accept([x], "float")
     return (x,)
+
+
+def _infer_running_product(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    x = tensor(operands[0])
+    return (x,) if x.dtype is DType.int64 else _infer(operands, attrs)
+
+
+def _infer_product(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """Whole numbers are multiplied in int64."""
+    x = tensor(operands[0])
+    return (x if x.dtype.is_floating else TensorType(DType.int64, x.shape),)
 
 
 def _infer_extremum(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
@@ -115,6 +128,8 @@ def _vjp_extremum(
 def _expand(primitive: str) -> Any:
     def expand(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
         x = only(inputs)
+        if not x.type.dtype.is_floating:
+            return (emit(primitive, to(emit, x, DType.int64), **attrs),)
         return (to(emit, emit(primitive, up(emit, x), **attrs), x.type.dtype),)
 
     return expand
@@ -122,9 +137,10 @@ def _expand(primitive: str) -> Any:
 
 def _wide(call: str) -> Any:
     def reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
-        x = inputs[0].float() if inputs[0].dtype.itemsize == 2 else inputs[0]
-        at = attrs["dim"]
-        made = getattr(torch, call)(x.flip(at) if attrs["reverse"] else x, at).to(inputs[0].dtype)
+        short = inputs[0].is_floating_point() and inputs[0].dtype.itemsize == 2
+        x, at = inputs[0].float() if short else inputs[0], attrs["dim"]
+        made = getattr(torch, call)(x.flip(at) if attrs["reverse"] else x, at)
+        made = made.to(inputs[0].dtype) if short else made
         return (made.flip(at) if attrs["reverse"] else made,)
 
     return reference
@@ -135,9 +151,11 @@ def _samples(dtypes: Sequence[str], low: float = -2.0, high: float = 2.0) -> tup
     return tuple(Sample((TensorType.of(d, s),), a, low, high) for d in dtypes for s, a in rows)
 
 
-def _scan(name: str, call: str, lowering: Any, vjp: Any, samples: tuple[Sample, ...]) -> OpDef:
+def _scan(
+    name: str, call: str, lowering: Any, vjp: Any, samples: tuple[Sample, ...], infer: InferRule = _infer
+) -> OpDef:
     return OpDef(
-        name=name, infer=_infer, reference=_wide(call), vjp=vjp, lowering=lowering, samples=samples,
+        name=name, infer=infer, reference=_wide(call), vjp=vjp, lowering=lowering, samples=samples,
         arity=(1, 1), params=(DIM, REVERSE), resolve=resolve_axis, cost=lambda i, o, a: o[0].numel,
         tolerance=Tolerance(4.0, "every step adds its rounding"), doc=f"torch.{call}",
     )  # fmt: skip
@@ -157,9 +175,9 @@ ZERO_ROW = Sample((TensorType.of("float32", (3, 5)),), {"dim": 1}, 0.0, 0.0)
 
 OPS = (
     _scan("cumprod", "cumprod", Composite(_expand("running_product")), ByExpansion(),
-          (*_samples(BOTH, -1.5, 1.5), ZERO_ROW)),
+          (*_samples((*BOTH, "int64", "bool"), -1.5, 1.5), ZERO_ROW), _infer_product),
     _scan("running_product", "cumprod", Scan("cumprod", "prod"), _ends(_vjp_product),
-          _samples(WIDE, -1.5, 1.5)),
+          _samples((*WIDE, "int64"), -1.5, 1.5), _infer_running_product),
     _scan("logcumsumexp", "logcumsumexp", Composite(_expand("running_logsumexp")), ByExpansion(),
           _samples(BOTH)),
     _scan("running_logsumexp", "logcumsumexp", Scan("logcumsumexp", "logsumexp"), _ends(_vjp_logsumexp),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -28,7 +29,7 @@ from esper_ir.ops.gradients import to, up, val
 from esper_ir.ops.pointwise import unary
 from esper_ir.ops.reduction import only
 from esper_ir.ops.rules import ONE, accept, call, elementwise, lift, pointwise_cost, same, tensor
-from esper_ir.scalar import Arg, Expr, prim
+from esper_ir.scalar import Arg, Const, Expr, prim
 from esper_ir.types import DType, TensorType
 
 Types = Sequence[TensorType | Number]
@@ -103,6 +104,26 @@ def _logit_derivative(attrs: Attrs) -> tuple[Expr]:
     return (prim("where", prim("or", prim("lt", A, low), prim("gt", A, high)), out, slope),)
 
 
+def _sinc(attrs: Attrs) -> Expr:
+    turned = prim("mul", A, math.pi)
+    zero = prim("eq", A, 0.0)
+    return prim("where", zero, 1.0, prim("div", prim("sin", turned), prim("where", zero, 1.0, turned)))
+
+
+def _sinc_derivative(attrs: Attrs) -> tuple[Expr]:
+    """pi (t cos t - sin t) / t^2 of t = pi x; its series below 1, where the difference cancels."""
+    t = prim("mul", A, math.pi)
+    square: Expr = prim("mul", t, t)
+    series: Expr = Const(1.0)
+    for k in range(8, 0, -1):
+        series = prim("sub", 1.0, prim("mul", prim("div", square, float(2 * k * (2 * k + 3))), series))
+    near = prim("mul", prim("mul", t, -math.pi / 3.0), series)
+    far = prim(
+        "mul", prim("div", prim("sub", prim("mul", t, prim("cos", t)), prim("sin", t)), square), math.pi
+    )
+    return (prim("where", prim("lt", square, 1.0), near, far),)
+
+
 def _finite(attrs: Attrs) -> Expr:
     out = prim("where", prim("isnan", A), attrs["nan"], A)
     out = prim("where", prim("eq", A, math.inf), attrs["posinf"], out)
@@ -152,6 +173,94 @@ def _bits(name: str, body: Any, count: int, number: int | None = None) -> OpDef:
         samples=tuple(samples), arity=(count, count), cost=pointwise_cost(1),
         commutative=count == 2, doc=f"torch.{name}",
     )  # fmt: skip
+
+
+def _shift(name: str, scalar: str) -> OpDef:
+    """Whole numbers; beyond the width of the type 0, or the sign."""
+
+    def infer(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+        if any(isinstance(o, TensorType) and o.dtype is DType.bool for o in operands):
+            raise EsperError("E0205", "a truth value has no bits to shift", hint="cast it to an integer")
+        return _infer_bits(operands, attrs)
+
+    return replace(
+        _bits(name, lambda a: prim(scalar, A, B), 2, 3), infer=infer, commutative=False,
+        samples=tuple(
+            Sample((TensorType.of(d, x), TensorType.of(d, y)), {}, 0.0, 6.0)
+            for d, x, y in (("int64", (5, 7), (7,)), ("int32", (5, 1), (1, 7)), ("uint8", (3,), ()))
+        ) + (Sample((TensorType.of("int64", (5, 7)), 3), {}, -9.0, 9.0),),
+    )  # fmt: skip
+
+
+def _whole(attrs: Attrs) -> Expr:
+    """Cut off towards 0, or one less where the signs differ and something is left over."""
+    cut = prim("quotient", A, B)
+    if attrs["rounding"] == "trunc":
+        return cut
+    rest = prim("fmod", A, B)
+    differs = prim("and", prim("ne", rest, 0), prim("ne", prim("lt", rest, 0), prim("lt", B, 0)))
+    return prim("where", differs, prim("sub", cut, 1), cut)
+
+
+def _infer_whole(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    out = elementwise("same", "number")(operands, attrs)
+    if out[0].dtype.is_floating:
+        raise EsperError("E0205", f"{out[0]} is no whole number", hint="floor_divide or trunc_divide")
+    return out
+
+
+WHOLE_DIVIDE = OpDef(
+    name="int_divide", infer=_infer_whole, lowering=Pointwise(_whole), arity=(2, 2), cost=pointwise_cost(4),
+    reference=lambda i, a: (torch.div(*lift(i), rounding_mode=a["rounding"]),),
+    vjp=WHOLE,
+    params=(Attr("rounding", "str", "floor", ("floor", "trunc"), "down, or towards 0"),),
+    samples=tuple(
+        Sample((TensorType.of(d, x), y), {"rounding": r}, low, high)
+        for r in ("floor", "trunc")
+        for d, x, y, low, high in (
+            ("int64", (5, 7), 3, -20.0, 20.0), ("int32", (5, 7), -4, -20.0, 20.0),
+            ("int64", (5, 1), TensorType.of("int64", (1, 7)), 1.0, 9.0),
+            ("uint8", (6,), TensorType.of("uint8", ()), 1.0, 9.0),
+        )
+    ),
+    doc="torch.div with a rounding mode, of whole numbers; by 0 it is 0, which torch refuses",
+)  # fmt: skip
+
+
+# Selections by value.
+
+
+def _choice(name: str) -> OpDef:
+    """The larger or smaller of two; a number instead of NaN. All of the cotangent goes to one operand."""
+    wins = prim("ge" if name == "fmax" else "le", A, B)
+    first = prim("or", wins, prim("isnan", B))
+    body = prim("where", prim("and", first, prim("not", prim("isnan", A))), A, B)
+    return binary(
+        name, lambda a: body, dtypes=("bfloat16", "float64"), accepts="float", number=None,
+        derivatives=lambda a: (prim("where", first, 1.0, 0.0), prim("where", first, 0.0, 1.0)),
+        doc=f"torch.{name}: of a number and NaN the number",
+    )  # fmt: skip
+
+
+def negative(x: Expr) -> Expr:
+    """Whether the sign is set, that of -0 included."""
+    return prim(
+        "or", prim("lt", x, 0.0), prim("and", prim("eq", x, 0.0), prim("lt", prim("div", 1.0, x), 0.0))
+    )
+
+
+def _copysign(attrs: Attrs) -> Expr:
+    size = prim("abs", A)
+    return prim("where", negative(B), prim("neg", size), size)
+
+
+def _copysign_derivatives(attrs: Attrs) -> tuple[Expr, Expr]:
+    """torch: the quotient of result and operand, 0 where the operand is 0."""
+    return prim("where", prim("eq", A, 0.0), 0.0, prim("div", Arg(2), A)), Const(0.0)
+
+
+def _step(attrs: Attrs) -> Expr:
+    return prim("where", prim("eq", A, 0.0), B, prim("where", prim("gt", A, 0.0), 1.0, 0.0))
 
 
 # A slope per channel.
@@ -222,6 +331,15 @@ OPS = (
             for d, s in (("bool", (5, 7)), ("int64", (5, 7)), ("int32", ()), ("int8", (3,)))
         ),
     ),
+    WHOLE_DIVIDE,
+    _shift("bitwise_left_shift", "shl"),
+    _shift("bitwise_right_shift", "shr"),
+    _choice("fmax"),
+    _choice("fmin"),
+    binary("copysign", _copysign, accepts="float", dtypes=("bfloat16", "float64"), number=None,
+           derivatives=_copysign_derivatives, doc="torch.copysign; NaN counts as positive"),
+    binary("heaviside", _step, accepts="float", dtypes=("bfloat16", "float64"), number=None, flat=FLAT,
+           reference=lambda i, a: (torch.heaviside(*(t.to(torch.result_type(*i)) for t in i)),)),
     binary("xlogy", _xlogy, out="float", low=0.1, high=3.0, dtypes=("bfloat16", "float64"),
            derivatives=_xlogy_derivatives),
     binary("logaddexp", _logaddexp, accepts="float", dtypes=("bfloat16", "float64"), number=None,
@@ -229,6 +347,7 @@ OPS = (
     unary("logit", _logit, low=0.05, high=0.95, derivatives=_logit_derivative, params=(
           Attr("eps", "float", None, doc="operands are kept from eps to 1 - eps"),),
           cases=({}, {"eps": 0.2}), reference=lambda i, a: (torch.logit(i[0], a["eps"]),)),
+    unary("sinc", _sinc, accepts="float", derivatives=_sinc_derivative),
     unary("nan_to_num", _finite, out="same", accepts="float", derivatives=_finite_derivative,
           params=(Attr("nan", "float", 0.0), Attr("posinf", "float"), Attr("neginf", "float")),
           cases=({"posinf": 1e4, "neginf": -1e4},),

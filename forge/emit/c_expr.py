@@ -56,7 +56,8 @@ INTEGER = {
     **_ARITHMETIC, "div": "div_i({0}, {1})", "fmod": "mod_i({0}, {1})", "pow": "pow_i({0}, {1})",
     "abs": "abs_i({0})", "sign": "sign_i({0})", "maximum": "max_i({0}, {1})", "minimum": "min_i({0}, {1})",
     "floor": "{0}", "ceil": "{0}", "round": "{0}", "trunc": "{0}",
-    "bitand": "{0} & {1}", "bitor": "{0} | {1}", "bitxor": "{0} ^ {1}",
+    "bitand": "{0} & {1}", "bitor": "{0} | {1}", "bitxor": "{0} ^ {1}", "quotient": "div_i({0}, {1})",
+    "shl": "shl_i({0}, {1})", "shr": "shr_i({0}, {1})",
 }  # fmt: skip
 # Exponents that torch computes without pow.
 _POWERS = {

@@ -405,6 +405,13 @@ INLINE int64_t div_i(int64_t a, int64_t b) { return b == 0 ? 0 : b == -1 ? -a : 
 
 INLINE int64_t mod_i(int64_t a, int64_t b) { return b == 0 || b == -1 ? 0 : a % b; }
 
+INLINE int64_t shl_i(int64_t a, int64_t b)
+{
+    return b < 0 || b > 63 ? 0 : (int64_t)((uint64_t)a << b);
+}
+
+INLINE int64_t shr_i(int64_t a, int64_t b) { return b < 0 || b > 63 ? -(a < 0) : a >> b; }
+
 INLINE int64_t pow_i(int64_t a, int64_t b)
 {
     int64_t r = 1;

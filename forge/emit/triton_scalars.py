@@ -20,6 +20,7 @@ COMMON: dict[str, str] = {
     "ge": "({0} >= {1})", "and": "(({0} != 0) & ({1} != 0))",
     "or": "(({0} != 0) | ({1} != 0))", "xor": "(({0} != 0) ^ ({1} != 0))",
     "not": "({0} == 0)", "bitand": "({0} & {1})", "bitor": "({0} | {1})", "bitxor": "({0} ^ {1})",
+    "shl": "_shl({0}, {1})", "shr": "_shr({0}, {1})", "quotient": "_quotient({0}, {1})",
     "isnan": "({0} != {0})", "where": "tl.where({0}, {1}, {2})", "sign": "_sign({0})",
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
@@ -75,6 +76,26 @@ def _div(x, y):
 @triton.jit
 def _div_of_number(x, y):
     return tl.div_rn(x, y) if y.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _quotient(x, y):
+    y = tl.zeros_like(x) + y
+    return tl.where(y == 0, 0, x // tl.where(y == 0, 1, y))
+
+
+@triton.jit
+def _shl(x, y):
+    y = tl.zeros_like(x) + y
+    inside = (y >= 0) & (y < x.dtype.primitive_bitwidth)
+    return tl.where(inside, x << tl.where(inside, y, 0), 0)
+
+
+@triton.jit
+def _shr(x, y):
+    y = tl.zeros_like(x) + y
+    inside = (y >= 0) & (y < x.dtype.primitive_bitwidth)
+    return x >> tl.where(inside, y, x.dtype.primitive_bitwidth - 1)
 
 
 @triton.jit

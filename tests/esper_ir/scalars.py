@@ -12,6 +12,8 @@ from esper_ir.types import DType
 SPECIAL = {
     "not": torch.logical_not, "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor,
     "bitand": torch.bitwise_and, "bitor": torch.bitwise_or, "bitxor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
+    "quotient": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "div": torch.true_divide, "sub": lambda a, b: a - b,
 }  # fmt: skip
 

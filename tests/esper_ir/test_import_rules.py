@@ -379,7 +379,7 @@ def test_everything_at_once_with_the_lines() -> None:
     ("function", "code", "word"),
     [
         (lambda x: x + 1 if x.sum() > 0 else x, "E0405", "data-dependent"),
-        (lambda x: torch.randint(9, (3, 4)) + x, "E0406", "random"),
+        (lambda x: torch.poisson(x.abs()) + x, "E0406", "random"),
         (lambda x: x.nonzero(), "E0406", "depends on the data"),
         (lambda x: x.add_(1), "E0406", "writes"),
         (lambda x: 3, "E0406", "returns 3"),

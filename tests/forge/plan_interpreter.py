@@ -63,6 +63,8 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "atan2": torch.atan2, "maximum": torch.maximum, "minimum": torch.minimum, "eq": torch.eq, "ne": torch.ne,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge,
     "bitand": torch.bitwise_and, "bitor": torch.bitwise_or, "bitxor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
+    "quotient": lambda a, b: torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="trunc")),
 }  # fmt: skip
 LOGIC: dict[str, Callable[..., Tensor]] = {
     "and": torch.logical_and, "or": torch.logical_or, "xor": torch.logical_xor, "not": torch.logical_not,

@@ -116,3 +116,18 @@ def test_an_artifact_trains_as_the_module_does(name: str, esper_library: Path) -
             torch.testing.assert_close(ours[label], value, rtol=1e-4, atol=1e-5, msg=f"{label} of {name}")
         for label, value in block.named_buffers():
             torch.testing.assert_close(value, module.state_dict()[label], msg=label)
+
+
+def test_results_without_a_gradient_are_served_whatever_inputs_ask(esper_library: Path) -> None:
+    """Places and truth values: an artifact has no plans for training, and a call none to miss."""
+    blueprint = from_torch(lambda x: (x.argmax(1), (x > 0).any(1)), torch.randn(3, 4), dynamic=0)
+    with Library.open(esper_library, roles=("compiler",)) as library:
+        made = compile_blueprint(blueprint, targets=("cpu",), library=library)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        block = runtime.load(made.artifact_id, allow_unvalidated=True)
+    x = torch.randn(5, 4, requires_grad=True)
+    for _ in range(2):
+        place, above = block(x)
+        assert torch.equal(place, x.argmax(1)) and torch.equal(above, (x > 0).any(1))
+        assert not place.requires_grad

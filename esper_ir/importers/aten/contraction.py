@@ -331,6 +331,42 @@ def _padded_rows(b: Context, weight: Value, rows: Value, padding_idx: int) -> Va
     return b.op("where", hit, b.op("detach", made), made)
 
 
+MEAN, MAX = 1, 2
+
+
+def _embedding_bag(
+    b: Context, weight: Value, indices: Value, offsets: Value,
+    scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, weights: Value | None = None, include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Value | None, ...]:  # fmt: skip
+    """Rows of a table reduced bag by bag. Bag i begins at offset i of the flat indices."""
+    if scale_grad_by_freq:
+        raise unsupported("gradients divided by the frequency of rows")
+    if mode == MAX:
+        raise unsupported("the largest of a bag whose size depends on the data", "use embedding and amax")
+    rows = indices if indices.type.dtype is DType.int64 else b.cast(indices, DType.int64)
+    count = rows.type.shape[0]
+    starts = b.cast(offsets, DType.int64)
+    if include_last_offset:
+        starts = b.op("slice", starts, dim=0, start=0, end=offsets.type.shape[0] - 1)
+    bags = starts.type.shape[0]
+    place = b.reshape(b.builder.op("arange", end=count), (count, 1))
+    bag = b.op("sub", b.op("sum", b.cast(b.op("ge", place, starts), DType.int64), dims=(1,)), 1)
+    parts = b.cast(b.op("embedding", rows, weight), weight.type.dtype.compute)
+    kept = None if padding_idx is None or padding_idx < 0 else b.op("ne", rows, padding_idx)
+    if weights is not None:
+        parts = b.op("mul", parts, b.reshape(weights, (count, 1)))
+    if kept is not None:
+        parts = b.op("where", b.reshape(kept, (count, 1)), parts, 0.0)
+    total = b.op("index_add", b.full((bags, weight.type.shape[1]), 0.0, parts.type.dtype), bag, parts, dim=0)
+    if mode == MEAN:
+        one = b.full((count,), 1.0, parts.type.dtype) if kept is None else b.cast(kept, parts.type.dtype)
+        size = b.op("index_add", b.full((bags,), 0.0, parts.type.dtype), bag, one, dim=0)
+        total = b.op("div", total, b.reshape(b.op("maximum", size, 1.0), (bags, 1)))
+    return b.cast(total, weight.type.dtype), None, None, None
+
+
 def _one_hot(b: Context, x: Value, num_classes: Scalar = -1) -> Value:
     if num_classes == -1:
         raise unsupported("the number of classes depends on the data", "give num_classes")
@@ -353,5 +389,6 @@ RULES: tuple[Rule, ...] = (
         *each(_conv_transpose(n), f"conv_transpose{n}d.{'default' if n == 1 else 'input'}"))),
     *each(_convolution, "convolution.default"),
     *each(_attention, "scaled_dot_product_attention.default"),
-    *each(_embedding, "embedding.default"), *each(_one_hot, "one_hot.default"),
+    *each(_embedding, "embedding.default"), *each(_embedding_bag, "embedding_bag.padding_idx"),
+    *each(_one_hot, "one_hot.default"),
 )  # fmt: skip

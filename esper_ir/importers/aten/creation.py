@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, ranges; random ones are refused."""
+"""Tensors out of nothing: constants, ranges, and what is drawn at random."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from esper_ir.builder import Value
-from esper_ir.importers.context import Context, Rule, Scalar, Tensor, each, unsupported
+from esper_ir.importers.context import Context, Rule, Scalar, Tensor, each, static, unsupported
 from esper_ir.types import Dim, DType
 
 
@@ -103,6 +103,86 @@ def _eye(b: Context, n: Scalar, m: Scalar | None = None, dtype: DType | None = N
     return b.cast(b.op("eq", row, b.builder.op("arange", end=width)), dtype or DType.float32)
 
 
+SPAN = 2**24
+"""Uniform numbers are multiples of 2^-24: whole numbers from a wider range would have gaps."""
+
+
+def uniform(b: Context, shape: Sequence[Scalar], low: float = 0.0, high: float = 1.0) -> Value:
+    seed, place = b.drawn()
+    made = b.op("rand", seed, shape=tuple(shape), offset=place)
+    made = made if high - low == 1.0 else b.op("mul", made, float(high) - float(low))
+    return made if low == 0.0 else b.op("add", made, float(low))
+
+
+def _uniform_like(b: Context, x: Value, low: float = 0.0, high: float = 1.0, **more: Any) -> Value:
+    return b.cast(uniform(b, x.type.shape, low, high), x.type.dtype)
+
+
+def _normal(b: Context, shape: Sequence[Scalar], mean: Tensor, std: Tensor, dtype: DType) -> Value:
+    seed, place = b.drawn()
+    made = b.op("randn", seed, shape=tuple(shape), dtype=dtype, offset=place)
+    return b.op("add", b.op("mul", made, std), mean)
+
+
+def _normal_like(b: Context, x: Value, mean: float = 0.0, std: float = 1.0, **more: Any) -> Value:
+    return _normal(b, x.type.shape, float(mean), float(std), x.type.dtype)
+
+
+def _normal_about(b: Context, mean: Value, std: Tensor = 1.0, **more: Any) -> Value:
+    return _normal(b, b.shape(mean.type.shape), mean, std, mean.type.dtype)
+
+
+def _normal_around(b: Context, mean: float, std: Value, **more: Any) -> Value:
+    return _normal(b, std.type.shape, float(mean), std, std.type.dtype)
+
+
+def _normal_shaped(b: Context, mean: float, std: float, size: Sequence[Scalar],
+                   dtype: DType | None = None, **more: Any) -> Value:  # fmt: skip
+    return _normal(b, b.shape(size), float(mean), float(std), dtype or DType.float32)
+
+
+def _exponential(b: Context, x: Value, lambd: float = 1.0, **more: Any) -> Value:
+    """-log(1 - u) / lambda; never 0, of which callers take the logarithm."""
+    left = b.op("sub", 1.0, uniform(b, x.type.shape))
+    made = b.op("maximum", b.op("neg", b.op("log", left)), 2.0**-25)
+    return b.cast(made if lambd == 1.0 else b.op("div", made, float(lambd)), x.type.dtype)
+
+
+def _whole(b: Context, shape: Sequence[Scalar], low: Scalar, high: Scalar, dtype: DType) -> Value:
+    start = static(low, "the least number drawn")
+    span = static(high, "the bound of the numbers drawn") - start
+    if span > SPAN:
+        raise unsupported(f"whole numbers drawn from a range of {span}", "draw from at most 2^24")
+    found = b.op("floor", b.op("mul", uniform(b, shape), float(span)))
+    made = b.cast(found, DType.int64)
+    return b.cast(b.op("add", made, start) if start else made, dtype)
+
+
+def _randint(
+    b: Context, high: Scalar, size: Sequence[Scalar], dtype: DType | None = None, **more: Any
+) -> Value:
+    return _whole(b, b.shape(size), 0, high, dtype or DType.int64)
+
+
+def _randint_low(b: Context, low: Scalar, high: Scalar, size: Sequence[Scalar], dtype: DType | None = None,
+                 **more: Any) -> Value:  # fmt: skip
+    return _whole(b, b.shape(size), low, high, dtype or DType.int64)
+
+
+def _randint_like(b: Context, x: Value, high: Scalar, dtype: DType | None = None, **more: Any) -> Value:
+    return _whole(b, x.type.shape, 0, high, dtype or x.type.dtype)
+
+
+def _randint_like_low(b: Context, x: Value, low: Scalar, high: Scalar, dtype: DType | None = None,
+                      **more: Any) -> Value:  # fmt: skip
+    return _whole(b, x.type.shape, low, high, dtype or x.type.dtype)
+
+
+def _randperm(b: Context, n: Scalar, dtype: DType | None = None, **more: Any) -> Value:
+    """The order of numbers drawn: every order is as likely, but for equal numbers."""
+    return b.cast(b.many("sort", uniform(b, b.shape((n,))), dim=0)[1], dtype or DType.int64)
+
+
 def _random(b: Context, *rest: Any, **more: Any) -> Value:
     hint = "draw them outside and pass them as an input"
     raise unsupported("numbers of this distribution are drawn at random", hint)
@@ -143,6 +223,13 @@ RULES: tuple[Rule, ...] = (
     *each(_drawn("rand"), "rand.default"), *each(_drawn("randn"), "randn.default"),
     *each(_drawn_like("rand"), "rand_like.default"), *each(_drawn_like("randn"), "randn_like.default"),
     *each(_bernoulli, "bernoulli.default", "bernoulli.p"),
-    *each(_random, "randint.default", "randint.low", "randint_like.default", "randperm.default",
-          "normal_functional.default", "uniform.default", "multinomial.default", "normal.Tensor_Tensor"),
+    *each(_uniform_like, "uniform.default"), *each(_exponential, "exponential.default"),
+    *each(_normal_like, "normal_functional.default"), *each(_normal_shaped, "normal.float_float"),
+    *each(_normal_about, "normal.Tensor_Tensor", "normal.Tensor_float"),
+    *each(_normal_around, "normal.float_Tensor"),
+    *each(_randint, "randint.default"), *each(_randint_low, "randint.low"),
+    *each(_randint_like, "randint_like.default"), *each(_randint_like_low, "randint_like.low_dtype"),
+    *each(_randperm, "randperm.default"),
+    *each(_random, "multinomial.default", "poisson.default", "cauchy.default", "geometric.default",
+          "log_normal.default", "binomial.default"),
 )  # fmt: skip

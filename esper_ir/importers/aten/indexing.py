@@ -46,6 +46,39 @@ def _scatter_add(b: Context, x: Value, dim: int, index: Value, src: Value) -> Va
     return b.op("scatter_add", x, index, _source(b, x, index, src), dim=dim)
 
 
+def _scatter_reduce(
+    b: Context, x: Value, dim: int, index: Value, src: Value, reduce: str, *, include_self: bool = True
+) -> Value:
+    """Sums and means of what meets at a place, with what stands there or without."""
+    if reduce not in ("sum", "mean"):
+        raise unsupported(
+            f"scatter_reduce by {reduce}", "sum and mean have one; amax of rows: one_hot and where"
+        )
+    source = _source(b, x, index, src)
+    zeros = b.full(index.type.shape, 0.0 if x.type.dtype.is_floating else 0, x.type.dtype)
+    base = x if include_self else b.op("scatter", x, index, zeros, dim=dim)
+    total = b.op("scatter_add", base, index, source, dim=dim)
+    if reduce == "sum":
+        return total
+    ones = b.full(index.type.shape, 1.0, DType.float32)
+    first = b.full(x.type.shape, 1.0, DType.float32)
+    if not include_self:
+        first = b.op("scatter", first, index, b.full(index.type.shape, 0.0, DType.float32), dim=dim)
+    count = b.op("maximum", b.op("scatter_add", first, index, ones, dim=dim), 1.0)
+    wide = b.op("div", total, b.cast(count, x.type.dtype if x.type.dtype is DType.float64 else DType.float32))
+    return b.cast(wide, x.type.dtype)
+
+
+def _put(b: Context, x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
+    """Places in the flattened tensor, from the end where negative."""
+    size = x.type.numel
+    flat = b.reshape(x, (size,))
+    places = b.reshape(_wrapped(b, index, size), (index.type.numel,))
+    values = b.cast(b.reshape(source, (source.type.numel,)), x.type.dtype)
+    made = b.op("scatter_add" if accumulate else "scatter", flat, places, values, dim=0)
+    return b.reshape(made, x.type.shape)
+
+
 def _index_add(b: Context, x: Value, dim: int, index: Value, source: Value, *, alpha: Any = 1) -> Value:
     return b.op("index_add", x, index, source, dim=dim, alpha=float(alpha))
 
@@ -171,6 +204,7 @@ RULES: tuple[Rule, ...] = (
     *each(_gather, "gather.default"), *each(_index_select, "index_select.default"),
     *each(_take_along, "take_along_dim.default"),
     *each(_scatter, "scatter.src", "scatter.value"), *each(_scatter_add, "scatter_add.default"),
+    *each(_scatter_reduce, "scatter_reduce.two"), *each(_put, "put.default"),
     *each(_index_add, "index_add.default"), *each(_index, "index.Tensor", "_unsafe_index.Tensor"),
     *each(_index_put, "index_put.default", "_unsafe_index_put.default"),
     *each(_slice_scatter, "slice_scatter.default"), *each(_select_scatter, "select_scatter.default"),

@@ -112,9 +112,11 @@ def _instance_norm(
     if not use_input_stats:
         return _evaluated(b, x, weight, bias, running_mean, running_var, eps)
     if running_mean is not None and running_var is not None:
-        raise unsupported(
-            "running statistics of instance norm", "use track_running_stats=False, or eval mode"
-        )
+        axes = tuple(range(2, x.type.rank))
+        wide = b.cast(x, x.type.dtype.compute)
+        for held, op, more in ((running_mean, "mean", {}), (running_var, "var", {"correction": 1})):
+            b.update(held, lambda h=held, o=op, m=more: _running(
+                b, h, b.op("mean", b.op(o, wide, dims=axes, **m), dims=(0,)), momentum))  # fmt: skip
     return _affine(b, "instance_norm", x, weight, bias, x.type.shape[1:2], eps=eps)
 
 
@@ -357,33 +359,37 @@ def _adaptive_max(rank: int) -> Callable[..., tuple[Value | None, ...]]:
 # Resampling.
 
 
-def _resampled(mode: str, rank: int) -> Callable[..., Value]:
+def _resampled(mode: str, rank: int, smooth: bool = False) -> Callable[..., Value]:
+    between = mode in ("linear", "cubic")
+
     def convert(b: Context, x: Value, output_size: Any, *rest: Any) -> Value:
         """(output_size, align_corners, scales...) or, in the form with scales in a list, (.., factors)."""
-        corners = rest[0] if mode == "linear" else None
-        scales = rest[1:] if mode == "linear" else rest
+        corners = rest[0] if between else None
+        scales = rest[1:] if between else rest
         scales = scales[0] if scales and isinstance(scales[0], list) else list(scales)
         shape = b.shapes[0] if b.shapes else None
         if shape is None:
             raise unsupported("the sizes of the result have no counterpart")
         sizes = tuple(static(s, "a size of the result") for s in shape[2:])
-        if not corners:
-            _same_ratio(x, sizes, [s for s in scales if s is not None])
-        attrs = {"align_corners": True} if corners else {}
-        return b.op("interpolate", x, size=sizes, mode=mode, **attrs)
+        scale = None if corners else _scale(x, sizes, [s for s in scales if s is not None])
+        attrs = {"align_corners": corners or None, "scale": scale, "antialias": smooth or None}
+        given = {name: value for name, value in attrs.items() if value is not None}
+        return b.op("interpolate", x, size=sizes, mode=mode, **given)
 
     return convert
 
 
-def _same_ratio(x: Value, sizes: Sequence[int], scales: Sequence[float]) -> None:
+def _scale(x: Value, sizes: Sequence[int], scales: Sequence[float]) -> float | None:
     """torch steps by 1 / scale where a scale is given: the ratio of the sizes only if it divides evenly."""
-    for size, count, scale in zip(x.type.shape[2:], sizes, scales, strict=False):
-        if static(size, "an image") * scale != count:
-            raise unsupported(f"scale {scale} of {size} elements gives {count}", "give the size instead")
-
-
-def _cubic(b: Context, *rest: Any) -> Value:
-    raise unsupported("cubic resampling has no counterpart", "use a linear mode")
+    rows = list(zip(x.type.shape[2:], sizes, scales, strict=False))
+    uneven = [(s, n, by) for s, n, by in rows if static(s, "an image") * by != n]
+    if not uneven:
+        return None
+    if len(set(scales)) > 1:
+        size, count, by = uneven[0]
+        raise unsupported(f"scale {by} of {size} elements gives {count}, and axes differ in scale",
+                          "give the size instead")  # fmt: skip
+    return float(scales[0])
 
 
 RULES: tuple[Rule, ...] = (
@@ -409,5 +415,10 @@ RULES: tuple[Rule, ...] = (
                                          f"upsample_nearest{n}d.vec")),
     *(r for n, k in ((1, "linear"), (2, "bilinear"), (3, "trilinear")) for r in each(
         _resampled("linear", n), f"upsample_{k}{n}d.default", f"upsample_{k}{n}d.vec")),
-    *each(_cubic, "upsample_bicubic2d.default", "upsample_bicubic2d.vec"),
+    *(r for n in (1, 2, 3) for r in each(
+        _resampled("nearest-exact", n), f"_upsample_nearest_exact{n}d.default",
+        f"_upsample_nearest_exact{n}d.vec")),
+    *each(_resampled("cubic", 2), "upsample_bicubic2d.default", "upsample_bicubic2d.vec"),
+    *each(_resampled("linear", 2, True), "_upsample_bilinear2d_aa.default", "_upsample_bilinear2d_aa.vec"),
+    *each(_resampled("cubic", 2, True), "_upsample_bicubic2d_aa.default", "_upsample_bicubic2d_aa.vec"),
 )  # fmt: skip

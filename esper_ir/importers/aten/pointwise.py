@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from esper_ir.builder import Value
-from esper_ir.importers.context import Context, Rule, Tensor, each, unsupported
+from esper_ir.importers.aten.creation import uniform
+from esper_ir.importers.context import Context, Rule, Tensor, each
 from esper_ir.opdef import Number
 from esper_ir.ops.rules import torch_dtype
 from esper_ir.types import Dim, DType
@@ -76,7 +77,9 @@ def _rsub(b: Context, x: Tensor, y: Tensor, alpha: Number = 1) -> Value:
 def _div(b: Context, x: Tensor, y: Tensor, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return _pair(b, "div", x, y)
-    return _pair(b, f"{rounding_mode}_divide", x, y)
+    if any(isinstance(v, float) or (isinstance(v, Value) and v.type.dtype.is_floating) for v in (x, y)):
+        return _pair(b, f"{rounding_mode}_divide", x, y)
+    return _pair(b, "int_divide", x, y, rounding=rounding_mode)
 
 
 def _floor_divide(b: Context, x: Tensor, y: Tensor) -> Value:
@@ -173,7 +176,8 @@ def _rrelu(
     generator: Any = None,
 ) -> Value:
     if training:
-        raise unsupported("slopes are drawn at random in training", "use eval mode, or leaky_relu")
+        slope = b.cast(uniform(b, x.type.shape, lower, upper), x.type.dtype)
+        return b.op("where", b.op("gt", x, 0.0), x, b.op("mul", x, slope))
     return b.op("leaky_relu", x, negative_slope=(lower + upper) / 2)
 
 
@@ -222,10 +226,39 @@ def _nan_to_num(
     return b.op("nan_to_num", x, nan=float(nan or 0.0), posinf=high, neginf=low)
 
 
-def _sinc(b: Context, x: Value) -> Value:
-    turned = b.op("mul", x, math.pi)
-    zero = b.op("eq", x, 0.0)
-    return b.op("where", zero, 1.0, b.op("div", b.op("sin", turned), b.op("where", zero, 1.0, turned)))
+def _negative(b: Context, x: Value) -> Value:
+    """Whether the sign is set, that of -0 included."""
+    below = b.op("lt", x, 0.0 if x.type.dtype.is_floating else 0)
+    if not x.type.dtype.is_floating:
+        return below
+    return b.op("logical_or", below, b.op("lt", b.op("reciprocal", x), 0.0))
+
+
+def _angle(b: Context, x: Value) -> Value:
+    """Of a real number: pi where it is negative."""
+    wide = x if x.type.dtype.is_floating else b.cast(x, DType.float32)
+    turned = b.op("where", b.op("lt", wide, 0.0), math.pi, 0.0)
+    return b.cast(b.op("where", b.op("isnan", wide), b.op("detach", wide), turned), wide.type.dtype)
+
+
+def _ldexp(b: Context, x: Value, power: Value) -> Value:
+    return b.op("mul", x, b.op("pow", 2.0, power))
+
+
+def _numbers(op: str, whole: str) -> Callable[..., Value]:
+    """Without a point there is no NaN."""
+
+    def convert(b: Context, x: Value, y: Value) -> Value:
+        floating = x.type.dtype.is_floating or y.type.dtype.is_floating
+        return b.op(op if floating else whole, x, y)
+
+    return convert
+
+
+def _copysign(b: Context, x: Tensor, y: Tensor) -> Value:
+    kind = next(v.type.dtype for v in (x, y) if isinstance(v, Value))
+    kind = kind if kind.is_floating else DType.float32
+    return b.op("copysign", *(b.cast(b.tensor(v, kind), kind) for v in (x, y)))
 
 
 def _glu(b: Context, x: Value, dim: int = -1) -> Value:
@@ -317,8 +350,15 @@ RULES: tuple[Rule, ...] = (
     *each(_round, "round.decimals"), *each(_logit, "logit.default"),
     *each(_binary("xlogy"), "xlogy.Tensor", "xlogy.Scalar_Other", "xlogy.Scalar_Self"),
     *each(_binary("logaddexp"), "logaddexp.default"),
-    *each(_sinc, "sinc.default"), *each(_glu, "glu.default"),
+    *each(_unary("sinc"), "sinc.default"), *each(_glu, "glu.default"),
     *each(_nan_to_num, "nan_to_num.default"),
+    *each(_negative, "signbit.default"), *each(_angle, "angle.default"), *each(_ldexp, "ldexp.Tensor"),
+    *each(_numbers("fmax", "maximum"), "fmax.default"), *each(_numbers("fmin", "minimum"), "fmin.default"),
+    *each(_copysign, "copysign.Tensor", "copysign.Scalar"), *each(_binary("heaviside"), "heaviside.default"),
+    *each(_binary("bitwise_left_shift"), "bitwise_left_shift.Tensor", "bitwise_left_shift.Tensor_Scalar",
+          "__lshift__.Tensor", "__lshift__.Scalar"),
+    *each(_binary("bitwise_right_shift"), "bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar",
+          "__rshift__.Tensor", "__rshift__.Scalar"),
     *each(_same, "clone.default", "contiguous.default", "lift_fresh_copy.default", "lift.default",
           "alias.default",
           "positive.default", "resolve_conj.default", "resolve_neg.default",

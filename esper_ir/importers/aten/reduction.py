@@ -24,13 +24,26 @@ def _reduced(op: str) -> Callable[..., Value]:
     def convert(
         b: Context, x: Value, dim: Dims = None, keepdim: bool = False, dtype: DType | None = None
     ) -> Value:
-        return b.op(op, b.cast(x, dtype), dims=_dims(dim), keepdim=keepdim)
+        return b.op(_of_truths(op, x), b.cast(x, dtype), dims=_dims(dim), keepdim=keepdim)
 
     return convert
 
 
+def _of_truths(op: str, x: Value) -> str:
+    """The largest of truth values is whether any is true."""
+    return {"amax": "any", "amin": "all"}.get(op, op) if x.type.dtype is DType.bool else op
+
+
+def _ordered(b: Context, op: str, x: Value, **attrs: Any) -> tuple[Value, ...]:
+    """Values and places; truth values are ordered as 0 and 1."""
+    if x.type.dtype is not DType.bool:
+        return b.many(op, x, **attrs)
+    values, places = b.many(op, b.cast(x, DType.uint8), **attrs)
+    return b.cast(values, DType.bool), places
+
+
 def _total(op: str) -> Callable[..., Value]:
-    return lambda b, x, dtype=None: b.op(op, b.cast(x, dtype))
+    return lambda b, x, dtype=None: b.op(_of_truths(op, x), b.cast(x, dtype))
 
 
 def _prod(b: Context, x: Value, dim: int, keepdim: bool = False, dtype: DType | None = None) -> Value:
@@ -55,7 +68,7 @@ def _extremum(op: str) -> Callable[..., tuple[Value | None, ...]]:
     def convert(b: Context, x: Value, dim: int, keepdim: bool = False) -> tuple[Value | None, ...]:
         if not x.type.rank:
             return b.cast(x, x.type.dtype), b.full((), 0, DType.int64)
-        return b.many(op, x, dim=dim, keepdim=keepdim)
+        return _ordered(b, op, x, dim=dim, keepdim=keepdim)
 
     return convert
 
@@ -181,25 +194,69 @@ def _scan_pair(op: str) -> Callable[..., tuple[Value, ...]]:
 
 
 def _topk(b: Context, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    return b.many("topk", x, k=k, dim=dim, largest=largest)
+    return _ordered(b, "topk", x, k=k, dim=dim, largest=largest)
 
 
 def _sort(b: Context, x: Value, dim: int = -1, descending: bool = False) -> Any:
-    return b.many("sort", x, dim=dim, descending=descending)
+    return _ordered(b, "sort", x, dim=dim, descending=descending)
 
 
 def _sort_stable(
     b: Context, x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False
 ) -> Any:
-    return b.many("sort", x, dim=dim, descending=descending)
+    return _ordered(b, "sort", x, dim=dim, descending=descending)
 
 
 def _argsort(b: Context, x: Value, dim: int = -1, descending: bool = False, **more: Any) -> Value:
-    return b.many("sort", x, dim=dim, descending=descending)[1]
+    return _ordered(b, "sort", x, dim=dim, descending=descending)[1]
 
 
-def _quantile(b: Context, *rest: Any, **more: Any) -> Value:
-    raise unsupported("order statistics have no counterpart", "use topk or sort")
+def _median(b: Context, x: Value) -> Value:
+    return b.many("median", b.reshape(x, (x.type.numel,)), dim=0)[0]
+
+
+def _median_dim(b: Context, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, ...]:
+    return b.many("median", x, dim=dim, keepdim=keepdim)
+
+
+def _kth(b: Context, x: Value, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Value, ...]:
+    return b.many("kthvalue", x, k=k, dim=dim, keepdim=keepdim)
+
+
+def _distance(b: Context, x: Value, y: Value, p: Number = 2) -> Value:
+    return _norm(b, b.op("sub", x, y), p)
+
+
+def _bucket(b: Context, x: Any, edges: Value, *, out_int32: bool = False, right: bool = False) -> Value:
+    """How many edges lie below the value, or at it."""
+    x = b.tensor(x, DType.float32)
+    column = b.reshape(x, (*x.type.shape, 1))
+    return _counted_edges(b, column, edges, out_int32, right)
+
+
+def _searched(
+    b: Context, edges: Value, x: Any, *, out_int32: bool = False, right: bool = False,
+    side: str | None = None, sorter: Value | None = None
+) -> Value:  # fmt: skip
+    """Rows of edges, each for its row of values; or one for all."""
+    if sorter is not None:
+        raise unsupported("edges in another order", "sort them first")
+    x = b.tensor(x, edges.type.dtype)
+    column = b.reshape(x, (*x.type.shape, 1))
+    if edges.type.rank > 1:
+        *lead, count = edges.type.shape
+        edges = b.reshape(edges, (*lead, 1, count))
+    return _counted_edges(b, column, edges, out_int32, right or side == "right")
+
+
+def _counted_edges(b: Context, column: Value, edges: Value, short: bool, right: bool) -> Value:
+    """NaN lies behind all edges."""
+    below = b.op("logical_not", b.op("gt" if right else "ge", edges, column))
+    return b.cast(b.op("sum", below, dims=(-1,)), DType.int32 if short else DType.int64)
+
+
+def _mode(b: Context, *rest: Any, **more: Any) -> Value:
+    raise unsupported("the most frequent value has no counterpart", "use one_hot and argmax of the counts")
 
 
 RULES: tuple[Rule, ...] = (
@@ -230,5 +287,7 @@ RULES: tuple[Rule, ...] = (
     *each(_scan_pair("cummax"), "cummax.default"), *each(_scan_pair("cummin"), "cummin.default"),
     *each(_topk, "topk.default"), *each(_sort, "sort.default"), *each(_sort_stable, "sort.stable"),
     *each(_argsort, "argsort.default", "argsort.stable"),
-    *each(_quantile, "quantile.default", "median.default", "median.dim", "kthvalue.default", "mode.default"),
+    *each(_median, "median.default"), *each(_median_dim, "median.dim"), *each(_kth, "kthvalue.default"),
+    *each(_distance, "dist.default"), *each(_bucket, "bucketize.Tensor", "bucketize.Scalar"),
+    *each(_searched, "searchsorted.Tensor", "searchsorted.Scalar"), *each(_mode, "mode.default"),
 )  # fmt: skip

@@ -124,19 +124,23 @@ def _interpolate(b: Any, x: Any, size: Any = None, scale_factor: Any = None, mod
                  align_corners: Any = None, recompute_scale_factor: Any = None,
                  antialias: bool = False) -> Any:  # fmt: skip
     rank = x.type.rank - 2
-    if mode not in ("nearest", "linear", "bilinear", "trilinear") or antialias:
+    if mode == "area":
         raise Excluded(f"resampling by {mode}")
+    more: dict[str, Any] = {"antialias": True} if antialias else {}
     if size is None:
         factors = listed(scale_factor, rank)
         wanted = [int(n * f) for n, f in zip(sizes(x)[2:], factors, strict=True)]
         exact = all(w == n * f for w, n, f in zip(wanted, sizes(x)[2:], factors, strict=True))
         if not recompute_scale_factor and not exact:
-            raise Excluded("a factor that is not the quotient of the sizes")
+            if len(set(factors)) > 1:
+                raise Excluded("factors that differ and are not the quotients of the sizes")
+            more["scale"] = float(factors[0])
     else:
         wanted = list(listed(size, rank))
-    if mode == "nearest":
-        return b.op("interpolate", x, size=wanted)
-    return b.op("interpolate", x, size=wanted, mode="linear", align_corners=bool(align_corners))
+    if mode.startswith("nearest"):
+        return b.op("interpolate", x, size=wanted, mode=mode, **more)
+    kind = "cubic" if mode == "bicubic" else "linear"
+    return b.op("interpolate", x, size=wanted, mode=kind, align_corners=bool(align_corners), **more)
 
 
 def _upsample_nearest(b: Any, x: Any, size: Any = None, scale_factor: Any = None) -> Any:
@@ -310,7 +314,8 @@ IMAGES: dict[str, Rule] = {
     **{f"nn.functional.lp_pool{n}d": _power(n) for n in (1, 2, 3)},
     **{f"nn.functional.adaptive_{k}_pool{n}d": _adaptive(k, n) for n in (1, 2, 3) for k in ("avg", "max")},
     **{
-        f"nn.functional.interpolate.{m}": _interpolate for m in ("nearest", "linear", "bilinear", "trilinear")
+        f"nn.functional.interpolate.{m}": _interpolate
+        for m in ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic")
     },
     "nn.functional.unfold": _batched(2, _unfold),
     "nn.functional.upsample_nearest": _upsample_nearest,
