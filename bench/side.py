@@ -80,7 +80,7 @@ class Side:
         own."""
         if impl == OURS:
             return bare_environment(self.library)
-        kept = {**os.environ, "ESPER_LIBRARY": str(self.library.home)}
+        kept = {**os.environ, "ESPER_LIBRARY": str(self.library.home), "PYTHONFAULTHANDLER": "1"}
         caches = folder / ("unused" if impl == "torch.compile, cache file" and not prepare else "cache")
         places = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "i"), "TRITON_CACHE_DIR": str(caches / "t")}
         return {**kept, **places, "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "HF_HUB_OFFLINE": "1"}
@@ -96,7 +96,7 @@ class Side:
         except subprocess.TimeoutExpired:
             return {"error": f"stopped after {SECONDS:.0f} s"}
         if done.returncode:
-            return {"error": f"exit {done.returncode}: {done.stderr.strip()[-600:]}"}
+            return {"error": f"exit {done.returncode}: {_said(done.stderr.strip())}"}
         return json.loads(done.stdout.strip().splitlines()[-1])
 
     def prepare(self, impl: str, folder: Path) -> dict[str, Any]:
@@ -133,6 +133,12 @@ def measure(side: Side, rounds: int = ROUNDS) -> dict[str, Any]:
                 found[impl].append(one)
         rows = [_row(side, impl, prepared[impl], found[impl], folders[impl]) for impl in ways]
     return {"rows": rows, "figures": figures(rows)}
+
+
+def _said(errors: str) -> str:
+    """Where it was when it crashed, innermost frame first; else the last words."""
+    at = errors.find("Fatal Python error")
+    return errors[at : at + 380] if at >= 0 else errors[-600:]
 
 
 def _width(device: torch.device) -> int:
