@@ -51,6 +51,8 @@ def _first_better(
         if small and (value in refused or not _vanishes(group, value, stored)):
             continue
         made = _Rewrite(parts, value, target, stored).made()
+        if isinstance(made, Rejected) and target.kind == "cpu" and not small:
+            made = _Rewrite(parts, value, target, stored, narrow=True).made()
         if isinstance(made, Rejected):
             refused[value] = Refusal(value, "recompute", made)
             continue
@@ -118,12 +120,15 @@ def _moved(parts: Partition, sizes: Mapping[str, int]) -> int:
 
 @dataclass
 class _Rewrite:
-    """One value computed again in every group that reads it."""
+    """One value computed again in every group that reads it. `narrow`: from what its own group makes on the
+    way to it and a narrower type holds, which is then stored in its place.
+    """
 
     parts: Partition
     value: str
     target: Target
     stored: set[str]
+    narrow: bool = False
     renamed: dict[int, dict[str, str]] = field(default_factory=dict)
     clones: dict[int, list[Node]] = field(default_factory=dict)
     placements: dict[int, dict[str, Placement]] = field(default_factory=dict)
@@ -212,7 +217,12 @@ class _Rewrite:
         maker = self.parts.graph.by_output.get(base)
         if maker is None or lowering_kind(maker) not in ("pointwise", "movement"):
             return True
-        return base != self.value and base in self.stored
+        return base != self.value and (base in self.stored or (self.narrow and self._narrower(base)))
+
+    def _narrower(self, name: str) -> bool:
+        types = self.parts.graph.types
+        own, other = types[self.value], types[name]
+        return other.shape == own.shape and other.dtype.itemsize < own.dtype.itemsize
 
     def _below(self, node: Node, operand: str, placement: Placement) -> Placement | Rejected:
         shape = self.parts.graph.types[operand].shape
