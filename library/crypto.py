@@ -11,10 +11,16 @@ from typing import Any
 _SPKI = bytes.fromhex("302a300506032b6570032100")
 
 
-def _door() -> ModuleType:
-    from library import ed25519
+_verifier: ModuleType | None = None
 
-    return ed25519
+
+def _door() -> ModuleType:
+    global _verifier
+    if _verifier is None:
+        from library import ed25519
+
+        _verifier = ed25519
+    return _verifier
 
 
 def _private() -> ModuleType:

@@ -45,7 +45,8 @@ from library.launch import (
 )
 from library.sizes import Size
 
-VERSION = 1  # how rows are written; another one makes other containers, and so other ids
+# How rows are written: another one needs another first word of the container (which names it), and other ids.
+VERSION = 1
 EXTERN, KERNEL = "x", "k"
 _KERNEL = ("name", "blob", "entry", "warps", "shared", "scratch", "registers", "spills")
 _PARAM = ("kind", "offset", "size")

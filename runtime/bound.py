@@ -12,6 +12,7 @@ from typing import Any
 
 from library.launch import Interface, Plan
 from library.sealed import SealedPlan
+from runtime import dispatch
 from runtime.dispatch import CPU, CUDA, NativeDispatch, Segment, native_bind, native_segment
 from runtime.driver import Driver
 from runtime.externs import dense
@@ -80,7 +81,7 @@ def bind(
     """Layout and encoded segment, or None where Python must bind. `again` gives the layout by
     `runtime.layout.lay_out`; the other arguments are as there."""
     rows = plan.rows() if isinstance(plan, SealedPlan) else None
-    if rows is None:
+    if rows is None or len(rows[0]) > dispatch.MAX_BUFFERS:
         return None
     feeds = feed_count(plan, interface, saved)
     handed = frozenset((*plan.outputs, *plan.saved, *plan.gradients))

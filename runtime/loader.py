@@ -188,9 +188,10 @@ def _load(
             f"{record.id} runs unvalidated: nothing has proven it", UnvalidatedWarning, stacklevel=4
         )
     machine = system.machine(record.kind, int(chosen.index or 0))
-    notes = check_machine(loaded.container.head, machine, strict())
+    strictly = strict()
+    notes = check_machine(loaded.container.head, machine, strictly)
     launch = launch_of(loaded)
-    program = _program(record.id, launch, loaded.container, chosen, machine)
+    program = _program(record.id, launch, loaded.container, chosen, machine, strictly)
     if notes:
         log.warning("%s: %s", record.id, "; ".join(notes))
     return Entry(program, loaded.record, loaded.container, loaded.verdict, notes)
@@ -202,6 +203,7 @@ def _program(
     container: Container,
     device: torch.device,
     machine: Platform,
+    strictly: bool,
 ) -> Program:
     versions = machine.externs if container.head["externs"] else {}
 
@@ -216,7 +218,7 @@ def _program(
         code = attempt()
     # Code is unmapped when the last program and the last bound plan of it are gone, whatever the cache held.
     weakref.finalize(code, close_all, code.objects).atexit = False
-    return Program(artifact_id, launch, code, strict=strict(), title=str(container.head["title"]))
+    return Program(artifact_id, launch, code, strict=strictly, title=str(container.head["title"]))
 
 
 def launch_of(loaded: LoadedArtifact) -> launch_manifest.LaunchManifest:
