@@ -24,15 +24,15 @@ LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
 OWN_DRAWS = (
     "unit", "negative", "sunk", "zeros", "gaps", "spikes", "tiny", "integers", "uneven", "above", "below",
-    "tail",
+    "tail", "dip",
 )  # fmt: skip
 """Beside the battery of `esper_ir.oracle`: [0, 1); all negative; the mirror of shifted; all zero; rows that
 begin or end with zeros, or have some in a row inside; a few values that overflow a bare exp; magnitudes near
 the smallest that round to nothing when squared; whole numbers; rows of different mean and size, so that a
 statistic of another row shows; whole and half numbers from 4 to 6, or from -6 to -4: of one sign, and every
-sum of them is exact; rows whose last element outweighs the others, since the rest of a row after whole
-vectors or tiles is code of its own."""
-HALVES = {"above": 5.0, "below": -5.0}
+sum of them is exact; rows whose last element outweighs the others, a positive or a negative one, since the
+rest of a row after whole vectors or tiles is code of its own."""
+HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 KEPT, TILE = 24, 1 << 20
 """Drawn weights kept at a time; elements of a weight that are drawn."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
@@ -170,8 +170,8 @@ def _draw(
         wide = wide * 1e-5
     elif name == "integers":
         wide = (wide * 4).round()
-    elif name == "tail" and wide.dim():
-        wide[..., -1:] = 32 * (wide[..., -1:] + wide[..., -1:].sign())
+    elif name in LAST and wide.dim():
+        wide[..., -1:] = LAST[name] * (1 + wide[..., -1:].abs().clamp(max=2))
     elif name in HALVES:
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES[name]
     return wide.to(drawn.dtype)

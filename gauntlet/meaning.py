@@ -93,7 +93,10 @@ def rounded(
         found = shaken(subject, graph, values, turn, declared=True)
         return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
     given = _flowing(subject, values, cotangents)
-    return _gradients(subject, values, shaken(subject, subject.joint.graph, given, turn, declared=True))
+    graph, names = subject.flat_joint
+    found = shaken(subject, graph, given, turn, declared=True)
+    none = {f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) for n in subject.joint.gradients}
+    return none | {f"d({n})": found[at] for n, at in names.items()}
 
 
 def by_rules(

@@ -142,6 +142,14 @@ class Subject:
         """Forward and backward in one graph."""
         return grad.joint(self.graph, self.differentiable)
 
+    @cached_property
+    def flat_joint(self) -> tuple[Graph, dict[str, str]]:
+        """The same with every composite written out in primitives, and its name there of every gradient's
+        leaf."""
+        flat = expand(self.joint.graph)
+        names = dict(zip(self.joint.graph.outputs, flat.outputs, strict=True))
+        return flat, {leaf: names[at] for leaf, at in self.joint.gradients.items() if at is not None}
+
     # -- sizes
     # ---------------------------------------------------------------------------------------------------
 

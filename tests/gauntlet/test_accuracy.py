@@ -130,3 +130,19 @@ def test_an_element_has_a_factor_of_its_own(subject: Subject) -> None:
         return accuracy.judged(subject, recipe, ("y", got.float(), exact, exact.float()), others).passed
 
     assert passed(3.0) and not passed(8.0)
+
+
+def test_three_small_draws_of_one_number_condemn_nothing(subject: Subject) -> None:
+    """A one-hot cotangent leaves one element; eager is right by luck, and so are the first draws."""
+    exact = torch.zeros(48, 70, dtype=torch.float64)
+    exact[3, 4] = 0.7
+    recipe = Recipe("gradients", {"rows": 48, "cols": 70}, cotangent="one-hot", wanted=("x",))
+    unit = 2.0**-24
+    by = [0.1, -0.2, 0.3, 3.0, -1.0, 2.0, -4.0, 0.5, 1.0, -2.0, 2.5]
+    others = accuracy.Others(lambda turn: {"d(x)": exact * (1 + by[turn] * unit)}, [])
+
+    def passed(times: float) -> bool:
+        row = ("d(x)", (exact * (1 + times * unit)).float(), exact, exact.float())
+        return accuracy.judged(subject, recipe, row, others).passed
+
+    assert passed(6.0) and not passed(20.0)
