@@ -35,6 +35,7 @@ from forge.plan import (
     Stmt,
     Store,
     SumTile,
+    needed,
     phases,
 )
 from forge.target import Target
@@ -60,7 +61,9 @@ COSTLY = frozenset(
         *("cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sigmoid", "pow", "fmod", "atan2"),
     )
 )
+QUOTIENTS = COSTLY | {"div", "sqrt", "rsqrt"}  # worth a load of 4 bytes
 KEPT_BYTES = 1 << 17
+BEFORE = -1
 
 
 def emit_module(plans: Iterable[KernelPlan], target: Target) -> str:
@@ -95,7 +98,7 @@ def _row_tile(text: Text) -> Lines:
     kept = _Kept.choose(text, sweeps, tile)
     row = Scope(Block(), {}, text.index(None))
     text.statements(before, row)
-    lines = [*text.offsets(), *flush(row)]
+    lines = [*text.offsets(), *flush(row), *kept.line(text, row)]
     for number, phase in enumerate(sweeps):
         lines += _sweep(text, row, phase, number, columns, kept)
         text.statements(phase.scalars, row)
@@ -152,7 +155,9 @@ def _partial_access(text: Text, reduce: Reduce) -> Access:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Full values that one sweep computes and a later one reads back instead of computing them again."""
+    """Full values that one sweep computes and a later one reads back instead of computing them again, and
+    those that stay the same from row to row (`first` is BEFORE): they are computed for a line of rows.
+    """
 
     arrays: Mapping[str, tuple[str, DType]]
     size: int
@@ -163,15 +168,29 @@ class _Kept:
         """Costly values needed by more than one sweep, where whole rows fit the tile and a thread's stack."""
         width = text.plan.cols.static  # a symbolic width may exceed the tile's at run time
         uses: dict[str, list[int]] = {}
+        steady = _steady(text)
         for number, phase in enumerate(sweeps):
             for stmt in phase.full:
-                if isinstance(stmt, Compute) and _is_costly(stmt):
+                if isinstance(stmt, Compute) and _is_costly(
+                    stmt, QUOTIENTS if stmt.name in steady else COSTLY
+                ):
                     uses.setdefault(stmt.name, []).append(number)
-        names = [name for name, at in uses.items() if len(at) > 1]
+        names = [name for name, at in uses.items() if len(at) > 1 or name in steady]
         if width is None or width > tile.block_cols or width * 8 * len(names) > KEPT_BYTES:
             names, width = [], 0
         arrays = {name: (f"k{i}", text.dtypes[name].compute) for i, name in enumerate(names)}
-        return _Kept(arrays, width, {name: uses[name][0] for name in names})
+        return _Kept(arrays, width, {n: BEFORE if n in steady else uses[n][0] for n in names})
+
+    def line(self, text: Text, row: Scope) -> Lines:
+        """What stays the same along the last axis of the rows, where a line of them begins."""
+        names = [name for name, at in self.first.items() if at == BEFORE]
+        if not names:
+            return []
+        scope = row.inner(text.index("j"))
+        text.statements(needed(text.plan, text.axes, set(names)), scope)
+        ends = [f"{self.arrays[name][0]}[j] = {scope.values[name].text};" for name in names]
+        begins = f"if (i == first || i{len(text.plan.space) - 2} == 0)"
+        return braces(begins, simd("0", "cols", [*scope.block.lines, *ends]))
 
     def declare(self) -> Lines:
         return [f"{REGISTER[kind]} {array}[{self.size}];" for array, kind in self.arrays.values()]
@@ -192,8 +211,19 @@ class _Kept:
         return tuple(reversed(stmts)), read
 
 
-def _is_costly(stmt: Compute) -> bool:
-    return any(getattr(e, "name", "") in COSTLY for e in walk(stmt.expr))
+def _steady(text: Text) -> set[str]:
+    """Values of a column that do not change along the last axis of the rows: of operands that do not."""
+    axis, out = len(text.plan.space) - 2, set[str]()
+    for stmt in text.plan.body:
+        if isinstance(stmt, Load) and not stmt.row and axis not in text.plan.accesses[stmt.access].axes:
+            out.add(stmt.name)
+        elif isinstance(stmt, Compute) and out.issuperset(stmt.args):
+            out.add(stmt.name)
+    return {name for name in out if "c" in text.axes[name]}
+
+
+def _is_costly(stmt: Compute, names: frozenset[str]) -> bool:
+    return any(getattr(e, "name", "") in names for e in walk(stmt.expr))
 
 
 def _sweep(

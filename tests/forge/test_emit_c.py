@@ -21,7 +21,7 @@ from forge.target import resolve
 from tests.forge import plans as P
 from tests.forge.native import call, library, programs
 from tests.forge.plan_interpreter import RowSum, interleaved_sum, run_plan, torch_dtype
-from tests.forge.plans import BF16, F32, Builder, tensors
+from tests.forge.plans import BF16, F32, A, B, Builder, tensors
 
 WIDTHS = ((1, F32), (2, F32), (64, F32), (257, F32), (63, BF16), (65, BF16), (257, BF16))
 FAMILIES: dict[str, Callable[[int, DType], KernelPlan]] = {
@@ -149,6 +149,19 @@ def test_rows_that_lie_side_by_side(beside: int) -> None:
         native, plain = both(plan, code, {"m": count}, row_sum=parted_sum)
         for buffer in plan.buffers:
             assert torch.equal(native[buffer], plain[buffer]), f"{plan.name} {count}: {buffer}"
+
+
+def test_values_of_a_line_are_computed_once() -> None:
+    """A quotient that changes from image to image only, in programs that begin inside one."""
+    b = Builder("steady", ("m", 7, 33))
+    quotient = b.compute(prim("div", A, 3.0), (b.load_strided("s", BF16, (33, 0, 1)),), BF16)
+    b.store(b.compute(prim("add", A, B), (b.load("x", BF16), quotient), BF16), "y", BF16)
+    plan = b.plan(RowTile(1, 5, 64, 1), ("m",))
+    assert "if (i == first || i1 == 0)" in emit(plan, resolve("cpu-v3"))
+    code = library((plan,))
+    for count in (1, 4):
+        native, plain = both(plan, code, {"m": count})
+        assert torch.equal(native["y"], plain["y"])
 
 
 def test_backward_matches_autograd() -> None:
