@@ -19,6 +19,7 @@ from torch import Tensor
 from esper_ir.expand import expand
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Contraction, Opaque, Reduction
+from esper_ir.positions import index_limits as index_limits
 from esper_ir.registry import lookup
 from esper_ir.types import Dim, DimSpec, DType, TensorType
 
@@ -263,18 +264,6 @@ def terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
         flops = cost(operands, node.types, dict(node.attrs)).value(sizes)
         return max(1, flops // (2 * max(node.types[0].numel.value(sizes), 1)))
     return 1
-
-
-def index_limits(graph: Graph) -> dict[str, Dim]:
-    """Inputs that an operator takes positions from, and the size that they lie below."""
-    found: dict[str, Dim] = {}
-    for node in graph.nodes:
-        operands = [graph.types[r] if isinstance(r, str) else r for r in node.inputs]
-        for place, limit in lookup(node.op).indices.items():
-            name = node.inputs[place]
-            if isinstance(name, str) and name in graph.inputs:
-                found[name] = limit(operands, dict(node.attrs))
-    return found
 
 
 # ---- The battery

@@ -207,6 +207,8 @@ def _gradient_samples() -> tuple[Sample, ...]:
     return tuple(
         Sample((TensorType.of(d, (*s, 5)), TensorType.of("int64", s)), {"size": (9, 5)}, 0.0, 2.0)
         for d, s in (("float32", (4,)), ("bfloat16", (2, 3)))
+    ) + (
+        Sample((TensorType.of("float32", (4, 1)), TensorType.of("int64", (4,))), {"size": (9, 1)}, 0.0, 2.0),
     )
 
 

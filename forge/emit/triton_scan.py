@@ -63,7 +63,7 @@ class _Emission:
         for s in early:
             self._statement(s)
         for s in self.scans:
-            w.line(f"{s.name}_state = tl.full({self._edge()}, {NEUTRAL[s.combine]}, {self._type(s)})")
+            w.line(f"{s.name}_state = tl.full({self._edge()}, {self._neutral(s)[-1]}, {self._type(s)})")
         loads = [s for s in late if isinstance(s, Load) and self._reads(s)]
         w.line(f"blocks = tl.cdiv({dim_text(self.time)}, {self.span})")
         self._times("0", "")
@@ -182,10 +182,19 @@ class _Emission:
     def _type(self, s: Scan) -> str:
         return TRITON_TYPE[self.k.dtypes[s.name]]
 
+    def _number(self, s: Scan, text: str) -> str:
+        """Without a point among whole numbers, which it would turn into floating ones."""
+        return text if self.k.dtypes[s.name].is_floating else text.removesuffix(".0")
+
+    def _neutral(self, s: Scan) -> list[str]:
+        """The step, a number per operand, that changes nothing."""
+        found = ["1.0", "0.0"] if s.combine == "recurrence" else [NEUTRAL[s.combine]]
+        return [self._number(s, text) for text in found]
+
     def _scan(self, s: Scan) -> None:
         """What is outside of time changes nothing: the neutral step."""
         w = self.k.w
-        neutral = ["1.0", "0.0"] if s.combine == "recurrence" else [NEUTRAL[s.combine]]
+        neutral = self._neutral(s)
         parts = ["a", "b"][: len(s.args)]
         for part, arg, none in zip(parts, s.args, neutral, strict=True):
             value = f"tl.where(time_ok, ({arg}).to({self._type(s)}), {none})"
@@ -218,15 +227,15 @@ class _Emission:
         w, name = self.k.w, s.name
         self._running(s, parts, f"{name}_", 1)
         w.line(f"{name} = {self._after(s, f'{name}_', f'{name}_state')}")
-        last = "0" if self.reverse else str(self.span - 1)
-        w.line(f"{name}_state = tl.sum(tl.where(inner == {last}, {name}, 0.0), 1, keep_dims=True)")
+        last, zero = "0" if self.reverse else str(self.span - 1), self._number(s, "0.0")
+        w.line(f"{name}_state = tl.sum(tl.where(inner == {last}, {name}, {zero}), 1, keep_dims=True)")
 
     def _deep_scan(self, s: Scan, parts: list[str]) -> None:
         w, name, tile = self.k.w, s.name, self.tile
         self._running(s, parts, f"{name}_", 0)
-        edge = "0" if self.reverse else str(tile.steps - 1)
+        edge, zero = "0" if self.reverse else str(tile.steps - 1), self._number(s, "0.0")
         for p in parts:
-            w.line(f"{name}_all_{p} = tl.sum(tl.where(step == {edge}, {name}_{p}, 0.0), 0)")
+            w.line(f"{name}_all_{p} = tl.sum(tl.where(step == {edge}, {name}_{p}, {zero}), 0)")
         self._running(s, parts, f"{name}_all_", 0)
         w.line(f"{name}_ends = {self._after(s, f'{name}_all_', f'{name}_state')}")
         w.line(f"{name}_row = tl.arange(0, {tile.parts})[:, None]")
@@ -240,4 +249,6 @@ class _Emission:
         first, last = (tile.parts - 1, 0) if self.reverse else (0, tile.parts - 1)
         w.line(f"{name}_from = tl.where({name}_row == {first}, {name}_state, {name}_from)[None, :, :]")
         w.line(f"{name} = {self._after(s, f'{name}_', f'{name}_from')}")
-        w.line(f"{name}_state = tl.sum(tl.where({name}_row == {last}, {name}_ends, 0.0), 0, keep_dims=True)")
+        w.line(
+            f"{name}_state = tl.sum(tl.where({name}_row == {last}, {name}_ends, {zero}), 0, keep_dims=True)"
+        )

@@ -10,6 +10,11 @@ from forge.plan import GatherTile, PlaceTile
 MANY = 8  # positions of one row in a block of the list from which they are read several at once
 
 
+def _across(where: str, col: str = "col") -> str:
+    """As wide as the columns: of a table of one column the offset holds none."""
+    return where if "col" in where else f"{where} + {col} * 0"
+
+
 def places(k: Kernel, tile: PlaceTile) -> None:
     """Body of a PlaceTile kernel: count what lies before, then list what is the program's own."""
     w = k.w
@@ -68,7 +73,7 @@ def gathers(k: Kernel, tile: GatherTile) -> None:
             with w.block("else:"):
                 _one_by_one(k, kind)
         narrow = f"acc.to({TRITON_TYPE[out.dtype]})"
-        where = f"{k.pointer[out.buffer]} + {k.offset(out, ['row', 'col'])}"
+        where = _across(f"{k.pointer[out.buffer]} + {k.offset(out, ['row', 'col'])}")
         w.line(f"tl.store({where}, {narrow}, mask=col_ok & (row < {rows}))")
 
 
@@ -80,6 +85,7 @@ def _several(k: Kernel, tile: GatherTile, kind: str) -> None:
         w.line(f"mine = tl.load({k.pointer[listed.buffer]} + spot, mask=spot < last, other=-1) == row")
         w.line(f"at_row = tl.load({k.pointer[order.buffer]} + spot, mask=mine, other=0).to({k.index_type})")
         where = f"{k.pointer[values.buffer]} + {k.offset(values, ['at_row[:, None]', 'col[None, :]'])}"
+        where = _across(where, "col[None, :]")
         w.line(f"rows = tl.load({where}, mask=mine[:, None] & col_ok[None, :], other=0).to({kind})")
         w.line("acc += tl.sum(rows, 0)")
 
@@ -92,6 +98,6 @@ def _one_by_one(k: Kernel, kind: str) -> None:
     with w.block("for _ in tl.range(0, found):"):
         w.line("spot = tl.min(left, 0)")
         w.line(f"at_row = tl.load({k.pointer[order.buffer]} + spot).to({k.index_type})")
-        where = f"{k.pointer[values.buffer]} + {k.offset(values, ['at_row', 'col'])}"
+        where = _across(f"{k.pointer[values.buffer]} + {k.offset(values, ['at_row', 'col'])}")
         w.line(f"acc += tl.load({where}, mask=col_ok, other=0).to({kind})")
         w.line(f"left = tl.where(left == spot, {none}, left)")

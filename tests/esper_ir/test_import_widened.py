@@ -37,6 +37,7 @@ CASES: tuple[tuple[Callable[..., Any], tuple[Tensor, ...]], ...] = (
     (lambda x: F.interpolate(x, size=(3, 9), mode="bilinear", antialias=True), (IMAGE,)),
     (lambda x: F.interpolate(x, size=(7, 4), mode="nearest-exact"), (IMAGE,)),
     (lambda x, i: torch.zeros(5, 7).scatter_reduce(0, i, x[:3], "mean", include_self=False), (ROWS, PLACES)),
+    (lambda x: F.grid_sample(x, x.reshape(1, 5, 6, 2) * 0.7, padding_mode="border"), (IMAGE,)),
     (lambda x, i: x.put(i[0] - 5, torch.arange(7.0)), (ROWS, PLACES)),
 )
 

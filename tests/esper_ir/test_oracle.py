@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from esper_ir.builder import Builder
 from esper_ir.expand import expand
 from esper_ir.graph import Graph
 from esper_ir.oracle import (
@@ -20,6 +21,7 @@ from esper_ir.oracle import (
     element_bound,
     fit,
     impostors,
+    index_limits,
     largest,
 )  # fmt: skip
 from esper_ir.reference import evaluate
@@ -163,3 +165,14 @@ def test_errors_whose_squares_overflow_are_judged_in_pieces_too() -> None:
     assert compare(exact, exact, exact, 1, DType.float64).passed
     found = compare(got, exact, exact, 1, DType.float64)
     assert not found.passed and "RMSE 2.887e+199" in found.reason
+
+
+def test_positions_keep_their_limit_when_they_are_moved_about() -> None:
+    """A reshape, a slice or a join before the lookup; of two tables the smaller one counts."""
+    b = Builder("moved")
+    i, j = b.input("i", "int64", (4, 6)), b.input("j", "int64", (24,))
+    table, small = b.param("t", "float32", (9, 2)), b.param("s", "float32", (5, 2))
+    flat = b.op("reshape", b.op("slice", i, dim=0, start=0, end=None), shape=(24,))
+    first = b.op("embedding", b.op("cat", flat, j, dim=0), table)
+    limits = index_limits(typed(b.build(first, b.op("embedding", j, small))))
+    assert {name: size.static for name, size in limits.items()} == {"i": 9, "j": 5}

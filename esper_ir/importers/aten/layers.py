@@ -392,6 +392,16 @@ def _scale(x: Value, sizes: Sequence[int], scales: Sequence[float]) -> float | N
     return float(scales[0])
 
 
+def _grid_sample(
+    b: Context, x: Value, grid: Value, mode: int, padding_mode: int, align_corners: bool | None = None
+) -> Value:
+    if x.type.rank != 4 or mode > 1:
+        raise unsupported("sampling of volumes, or cubic", "pictures, bilinear or nearest")
+    padding = ("zeros", "border", "reflection")[padding_mode]
+    given = {"mode": ("bilinear", "nearest")[mode], "padding_mode": padding}
+    return b.op("grid_sample", x, grid, **given, align_corners=bool(align_corners))
+
+
 RULES: tuple[Rule, ...] = (
     *each(_layer_norm, "layer_norm.default"), *each(_native_layer_norm, "native_layer_norm.default"),
     *each(_rms_norm, "rms_norm.default"), *each(_fused_rms_norm, "_fused_rms_norm.default"),
@@ -418,6 +428,7 @@ RULES: tuple[Rule, ...] = (
     *(r for n in (1, 2, 3) for r in each(
         _resampled("nearest-exact", n), f"_upsample_nearest_exact{n}d.default",
         f"_upsample_nearest_exact{n}d.vec")),
+    *each(_grid_sample, "grid_sampler.default", "grid_sampler_2d.default"),
     *each(_resampled("cubic", 2), "upsample_bicubic2d.default", "upsample_bicubic2d.vec"),
     *each(_resampled("linear", 2, True), "_upsample_bilinear2d_aa.default", "_upsample_bilinear2d_aa.vec"),
     *each(_resampled("cubic", 2, True), "_upsample_bicubic2d_aa.default", "_upsample_bicubic2d_aa.vec"),
