@@ -339,7 +339,7 @@ OPS = (
     binary("copysign", _copysign, accepts="float", dtypes=("bfloat16", "float64"), number=None,
            derivatives=_copysign_derivatives, doc="torch.copysign; NaN counts as positive"),
     binary("heaviside", _step, accepts="float", dtypes=("bfloat16", "float64"), number=None, flat=FLAT,
-           reference=lambda i, a: (torch.heaviside(*(t.to(torch.result_type(*i)) for t in i)),)),
+           reference=lambda i, a: (torch.heaviside(*(t.detach().to(torch.result_type(*i)) for t in i)),)),
     binary("xlogy", _xlogy, out="float", low=0.1, high=3.0, dtypes=("bfloat16", "float64"),
            derivatives=_xlogy_derivatives),
     binary("logaddexp", _logaddexp, accepts="float", dtypes=("bfloat16", "float64"), number=None,
