@@ -14,10 +14,11 @@ from esper_ir.builder import Builder, Value
 from esper_ir.expand import expand
 from esper_ir.grad import joint
 from esper_ir.graph import Graph
-from esper_ir.opdef import Composite
+from esper_ir.opdef import Composite, Reduction
 from esper_ir.ops.rules import torch_dtype
 from esper_ir.reference import evaluate
 from esper_ir.registry import OPS
+from esper_ir.types import Dim
 from esper_ir.verify import typed
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.fold import RULES, fold
@@ -25,6 +26,7 @@ from forge.passes.reductions import straighten
 from forge.passes.scale import carry
 from forge.pipelines import _plain
 from tests.forge.dags import blueprint
+from tests.forge.whole import check
 
 Rewrite = Callable[[Graph], Graph]
 ROWS = 5
@@ -108,6 +110,48 @@ def test_other_rewrites_keep_the_meaning(
     old, new = (evaluate(g, given_, precision="float64") for g in (before, after))
     for was, now in zip(before.outputs, after.outputs, strict=True):
         torch.testing.assert_close(new[now], old[was], rtol=1e-10, atol=1e-10, equal_nan=True)
+
+
+LONG = (
+    ("sum", "bfloat16", [70000], 1), ("mean", "float32", [16, 8, 1024], 3), ("amin", "bool", [70000], 1),
+    ("sum", "int64", [2, 1, 40000], 3), ("mean", "float16", [2, 96000], 2), ("amax", "float32", [3, 70000], 1),
+)  # fmt: skip
+WHOLE = (("sum", "float32", [70001], 1), ("sum", "float32", [65536], 1), ("amax", "float32", [99991 * 2], 1))
+"""No part of 4,096 elements divides the row, or one program goes through it."""
+
+
+def of_rows(op: str, dtype: str, shape: list[int], axes: int) -> Graph:
+    """A reduction over the last axes of 2 to 8 rows."""
+    b = Builder("long")
+    x = b.input("x", dtype, [b.dim("rows", min=2, max=8, tune=(4,)), *shape])
+    y = getattr(b, op)(x, dims=list(range(-axes, 0)))
+    return typed(b.build(y))
+
+
+@pytest.mark.parametrize(("op", "dtype", "shape", "axes"), [*LONG, *WHOLE])
+def test_few_long_rows_are_reduced_in_parts(op: str, dtype: str, shape: list[int], axes: int) -> None:
+    before = of_rows(op, dtype, shape, axes)
+    after = straighten(before)
+    reductions = [n for n in after if isinstance(OPS[n.op].lowering, Reduction)]
+    assert len(reductions) == (2 if (op, dtype, shape, axes) in LONG else 1)
+    for node in reductions:
+        size = after.types[node.tensors[0]].shape
+        assert len(reductions) == 1 or all(
+            (s.static or 0) <= 65536 for s in (size[d] for d in node.attr("dims"))
+        )
+    given_ = values(before, 3, False)
+    (was,), (now,) = before.outputs, after.outputs
+    old, new = (evaluate(g, given_, precision="float64") for g in (before, after))
+    torch.testing.assert_close(new[now], old[was], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("target", "backend"), [("h100", "plans"), ("cpu", "c")])
+def test_norms_of_few_long_rows_are_right(target: str, backend: str) -> None:
+    b = Builder("long_norm")
+    x = b.input("x", "float32", [b.dim("rows", min=1, max=8, tune=(4,)), 96, 1024])
+    work = check(b.build(b.layer_norm(x, normalized_shape=[96, 1024])), {"rows": 2}, target, backend)
+    spaces = [g.space for low in work.lowerings for g in low.parts.groups if g.split is not None]
+    assert any(Dim.of(48) in space for space in spaces), "two parts of 48 rows of 1,024"
 
 
 @OFTEN
