@@ -5,7 +5,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 LIMITED_API = "0x030B0000"  # one binary for CPython 3.11 and newer
-SOURCES = {"_native": ["runtime/_bind.h", "runtime/_segment.h"], "_health": []}  # runtime/NAME.c, and what else it includes
+# Of runtime/NAME.c, what else it includes.
+SOURCES: dict[str, list[str]] = {"_native": ["runtime/_bind.h", "runtime/_segment.h"], "_health": []}
 
 
 def extensions() -> list[Extension]:

@@ -118,10 +118,13 @@ class Subject:
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
-        """Leaves whose gradient the blueprint wants."""
+        """Leaves whose gradient the blueprint wants; where it names none, the floating ones that a gradient
+        reaches."""
         if self.blueprint.differentiable is not None:
             return tuple(self.blueprint.differentiable)
-        return tuple(n for n, kind, t in self.leaves if kind in ("input", "param") and t.dtype.is_floating)
+        floating = [n for n, kind, t in self.leaves if kind in ("input", "param") and t.dtype.is_floating]
+        reached = grad.joint(self.graph, floating).gradients if floating else {}
+        return tuple(n for n in floating if reached[n] is not None)
 
     @property
     def deterministic(self) -> bool:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from esper_ir.builder import Builder
 from esper_ir.diagnostics import EsperError
+from forge.service import compile_blueprint
 from gauntlet import cases, runner
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
@@ -37,6 +39,23 @@ def test_a_clean_artifact_is_validated_and_signed(home: Path, server: ForkServer
     assert report.to_json() == verdict.report and report.passed_validation and report.policy == runner.POLICY
     assert report.wep.power_watts_avg == "unmeasured" and isinstance(report.wep.load_us, float)
     assert report.hardware_context["sandbox"] in ("limits", "landlock", "full")
+
+
+def test_what_no_gradient_reaches_may_be_proven(home: Path, server: ForkServer) -> None:
+    """Gradients are wanted by default: a count of larger elements has none, times a weight it has one."""
+    b = Builder("count_larger")
+    x = b.input("x", "float32", [b.dim("n", min=1, max=64, tune=(16,))])
+    w = b.input("w", "float32", ["n"])
+    larger = b.gt(b.reshape(x, shape=["n", 1]), b.reshape(x, shape=[1, "n"]))
+    counts = b.sum(b.cast(larger, dtype="float32"), dims=[1])
+    for outputs, wanted in (([counts], []), ([b.mul(counts, w)], ["w"])):
+        with Library.open(home, roles=("compiler",)) as library:
+            (made,) = compile_blueprint(b.build(*outputs), targets=("cpu",), library=library)
+        found = runner.prove(made.artifact_id, library=home, server=server, quick=True, effort=BRIEF)
+        assert found.passed, found.reason
+        with Library.open(home, readonly=True) as library:
+            manifest = library.load(made.artifact_id).container.manifest
+        assert manifest["launch"]["interface"]["differentiable"] == wanted
 
 
 def test_a_verdict_is_not_made_twice(home: Path, server: ForkServer) -> None:
