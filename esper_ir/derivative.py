@@ -24,6 +24,7 @@ FOLD: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "log": _log,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
     "ge": operator.ge,
+    "isnan": lambda a: a != a,
     "not": operator.not_, "and": lambda a, b: bool(a and b), "or": lambda a, b: bool(a or b),
 }  # fmt: skip
 

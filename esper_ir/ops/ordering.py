@@ -195,6 +195,10 @@ def _infer_ranked(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         low = least(x.shape[attrs["dim"]])
         if attrs["k"] < 1 or low is None or low < attrs["k"]:
             raise EsperError("E0206", f"cannot prove that axis {attrs['dim']} of {x} has {attrs['k']} values")
+    if x.rank and "k" not in attrs and x.shape[attrs["dim"]].static is None:
+        raise EsperError(
+            "E0206", f"axis {attrs['dim']} of {x} has no middle", hint="its size is to be static"
+        )
     return TensorType(x.dtype, shape), TensorType(DType.int64, shape)
 
 

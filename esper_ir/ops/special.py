@@ -199,6 +199,7 @@ def _whole(attrs: Attrs) -> Expr:
         return cut
     rest = prim("fmod", A, B)
     differs = prim("and", prim("ne", rest, 0), prim("ne", prim("lt", rest, 0), prim("lt", B, 0)))
+    differs = prim("and", prim("ne", B, 0), differs)  # what is left over by 0 depends on the device
     return prim("where", differs, prim("sub", cut, 1), cut)
 
 
@@ -209,10 +210,16 @@ def _infer_whole(operands: Types, attrs: Attrs) -> tuple[TensorType, ...]:
     return out
 
 
+def _whole_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    x, y = lift(inputs)
+    nothing = y == 0
+    found = torch.div(x, torch.where(nothing, torch.ones_like(y), y), rounding_mode=attrs["rounding"])
+    return (torch.where(nothing, torch.zeros_like(found), found),)
+
+
 WHOLE_DIVIDE = OpDef(
     name="int_divide", infer=_infer_whole, lowering=Pointwise(_whole), arity=(2, 2), cost=pointwise_cost(4),
-    reference=lambda i, a: (torch.div(*lift(i), rounding_mode=a["rounding"]),),
-    vjp=WHOLE,
+    reference=_whole_reference, vjp=WHOLE,
     params=(Attr("rounding", "str", "floor", ("floor", "trunc"), "down, or towards 0"),),
     samples=tuple(
         Sample((TensorType.of(d, x), y), {"rounding": r}, low, high)
@@ -261,6 +268,12 @@ def _copysign_derivatives(attrs: Attrs) -> tuple[Expr, Expr]:
 
 def _step(attrs: Attrs) -> Expr:
     return prim("where", prim("eq", A, 0.0), B, prim("where", prim("gt", A, 0.0), 1.0, 0.0))
+
+
+def _step_reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    """torch wants both of one type, and no gradient."""
+    kind = torch.result_type(*inputs)
+    return (torch.heaviside(*(t.detach().to(kind) for t in lift(inputs))),)
 
 
 # A slope per channel.
@@ -339,7 +352,7 @@ OPS = (
     binary("copysign", _copysign, accepts="float", dtypes=("bfloat16", "float64"), number=None,
            derivatives=_copysign_derivatives, doc="torch.copysign; NaN counts as positive"),
     binary("heaviside", _step, accepts="float", dtypes=("bfloat16", "float64"), number=None, flat=FLAT,
-           reference=lambda i, a: (torch.heaviside(*(t.detach().to(torch.result_type(*i)) for t in i)),)),
+           reference=_step_reference),
     binary("xlogy", _xlogy, out="float", low=0.1, high=3.0, dtypes=("bfloat16", "float64"),
            derivatives=_xlogy_derivatives),
     binary("logaddexp", _logaddexp, accepts="float", dtypes=("bfloat16", "float64"), number=None,
