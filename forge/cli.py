@@ -338,14 +338,19 @@ def _draw(blueprint: Any, target: str, path: Path) -> None:
 @click.argument("path")
 @click.option("--target", default="auto", help="Hardware target (default: auto).")
 @click.option(
-    "--what", type=click.Choice(["plan", "text"]), default="plan", help="Kernel plans or kernel text."
-)
+    "--what", type=click.Choice(["plan", "text", "ptx"]), default="plan",
+    help="Kernel plans, kernel text, or what is assembled for NVIDIA's cards.",
+)  # fmt: skip
 def print_(path: str, target: str, what: str) -> None:
-    """Print the kernel plans, or the Triton or C text made from them."""
-    from forge.service import front, kernel_text
+    """Print the kernel plans, the Triton or C text made from them, or the PTX made from that."""
+    from forge.service import built, front, kernel_text, ptx_text
 
     with _errors(False):
-        work = front(_blueprint(_files((path,))[0]), target)
+        blueprint = _blueprint(_files((path,))[0])
+        if what == "ptx":
+            click.echo(ptx_text(built(blueprint, target)))
+            return
+        work = front(blueprint, target)
         plans = "\n\n".join(str(s.plan) for s in work.kernels.by_key.values())
         click.echo(plans if what == "plan" else kernel_text(work))
 
@@ -370,6 +375,15 @@ def targets(as_json: bool) -> None:
 
     rows = [{"target": t.name, "kind": t.kind, "arch": t.arch} for _, t in sorted(known().items())]
     _table(rows, as_json, "esper-targets/1", "targets")
+
+
+@main.command()
+@JSON
+def templates(as_json: bool) -> None:
+    """List the fusion templates that kernels are made from."""
+    from forge.explain import templates as known
+
+    _table(known(), as_json, "esper-templates/1", "templates")
 
 
 @main.command()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import forge.templates
 from esper_ir.graph import Graph
 from esper_ir.types import Dim
 from forge.groups import Group, lowering_kind
@@ -109,6 +112,16 @@ def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
     if node is None or lowering_kind(node) != "contraction":
         return 0
     return (2 * node.types[0].numel * graph.types[node.tensors[0]].shape[-1]).value(sizes)
+
+
+def templates() -> list[dict[str, str]]:
+    """Every file of forge/templates: its name, and the first paragraph of what it says of itself."""
+    rows = []
+    for path in sorted(Path(forge.templates.__file__ or "").parent.glob("*.py")):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if path.stem != "__init__":
+            rows.append({"template": path.stem, "does": " ".join(said.split("\n\n")[0].split())})
+    return rows
 
 
 def render(document: Mapping[str, Any]) -> str:

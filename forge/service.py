@@ -26,7 +26,7 @@ from forge.emit.triton_scalars import preamble
 from forge.lower import Kernels
 from forge.objectives import objective
 from forge.pass_manager import run
-from forge.pipelines import EFFORTS, pipeline
+from forge.pipelines import EFFORTS, FAST, pipeline
 from forge.target import resolve
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal
@@ -143,6 +143,21 @@ def front(blueprint: Blueprint, target_name: str, name: str = "fast", aim: str =
         type(chosen)(chosen.name, chosen.summary, steps),
         Work(blueprint, resolve(target_name), chosen.name, objective(aim)),
     )
+
+
+def built(blueprint: Blueprint, target_name: str) -> Work:
+    """The work up to machine code, which nothing stores."""
+    steps = tuple(s for s in FAST.steps if s[0] != "package")
+    return run(replace(FAST, steps=steps), Work(blueprint, resolve(target_name), FAST.name))
+
+
+def ptx_text(work: Work) -> str:
+    """PTX of all kernels of built work, one module; E0552 where the target has none."""
+    found = work.built.side_files.get("module.ptx") if work.built else None
+    if found is None:
+        what = f"{work.target.name} has no PTX, or nothing of this block is a kernel of ours"
+        raise EsperError("E0552", what, hint="--what text", exit_code=EXIT_USAGE)
+    return found.decode()
 
 
 def _store(work: Work, library: Library, seconds: float) -> CompileResult:

@@ -140,12 +140,21 @@ def test_print() -> None:
     assert "#include" in run("print", RMS, "--target", "cpu", "--what", "text").stdout
 
 
+def test_print_ptx(tmp_path: Path) -> None:
+    shown = run("print", written(tmp_path), "--target", "h100", "--what", "ptx")
+    assert ".target sm_90a" in shown.stdout and shown.stdout.count(".visible .entry") >= 2, shown.stderr
+    refused = run("print", RMS, "--target", "cpu", "--what", "ptx")
+    assert refused.exit_code == EXIT_USAGE and "E0552" in refused.stderr
+
+
 def test_lists() -> None:
     ops = {row["op"] for row in document(run("ops", "--json"))["ops"]}
     targets = {row["target"] for row in document(run("targets", "--json"))["targets"]}
     pipelines = {row["pipeline"] for row in document(run("pipelines", "--json"))["pipelines"]}
     assert {"matmul", "gelu", "rms_norm"} <= ops and {"h100", "cpu-v3"} <= targets and "fast" in pipelines
-    for command in ("ops", "targets", "pipelines"):
+    made_from = {row["template"]: row["does"] for row in document(run("templates", "--json"))["templates"]}
+    assert {"rows", "matmul", "chain", "scan", "extern"} <= made_from.keys() and all(made_from.values())
+    for command in ("ops", "targets", "templates", "pipelines"):
         assert run(command).exit_code == 0 and run(command).stdout.count("\n") > 0
 
 
