@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,13 @@ class Builder:
             raise EsperError("E0107", f"bad name {name!r} of a dim", hint=f"at {_caller()}")
         self._dims[name] = DimSpec(min, max, tuple(tune), multiple_of)
         return Dim.sym(name)
+
+    def at_least(self, count: Dim, low: int) -> None:
+        """Raise the least size of a dim that is this count, where smaller ones mean nothing."""
+        for name in count.symbols():
+            spec = self._dims[name]
+            if count == Dim.sym(name) and spec.min < low:
+                self._dims[name] = replace(spec, min=-(-low // spec.multiple_of) * spec.multiple_of)
 
     def input(self, name: str, dtype: str | DType, shape: Shape) -> Value:
         return self._leaf(Leaf(name, "input", TensorType.of(dtype, shape)))

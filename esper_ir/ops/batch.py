@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.lazy import functional
+from esper_ir.lazy import functional, torch
 from esper_ir.opdef import (
     Attr,
     Attrs,
@@ -173,7 +173,8 @@ def _reference(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     x = x.movedim(-1, 1) if order else x
     if attrs["training"]:
         weight, bias = (*parts, None, None)[:2]
-        out = functional.batch_norm(x, None, None, weight, bias, True, eps=attrs["eps"])
+        # Not functional.batch_norm, which refuses one value per channel: its result is the bias.
+        out = torch.batch_norm(x, weight, bias, None, None, True, 0.0, attrs["eps"], False)
     else:
         mean, variance, weight, bias = (*parts, None, None)[:4]
         if any(t is not None and t.requires_grad for t in (mean, variance)):

@@ -20,9 +20,11 @@ from esper_ir.eager import to_torch
 from esper_ir.importers.torch_dims import from_options
 from esper_ir.importers.torch_export import RULES, from_torch
 from esper_ir.importers.torch_values import save
+from esper_ir.reference import evaluate
 from esper_ir.safetensors import read_tensor
 from esper_ir.text import load
 from esper_ir.types import DimSpec
+from esper_ir.verify import typed
 from tests.esper_ir.networks import Frozen, ResNet
 from tests.esper_ir.test_import_torch import inputs, same
 from tests.source import ROOT
@@ -451,3 +453,25 @@ def test_five_hundred_nodes_in_five_seconds_beyond_torch() -> None:
         torch.export.export = export
     assert len(blueprint.nodes) == 500
     assert total - sum(spent) < 5.0, total - sum(spent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "least"), [((4, 5), 2), ((4, 5, 1, 1), 2), ((4, 5, 3), 1)], ids=["rows", "pixels", "runs"]
+)
+def test_a_batch_that_has_no_variance_is_outside_the_range(shape: tuple[int, ...], least: int) -> None:
+    """torch refuses one value per channel in training; where other axes give more, a batch of one is fine."""
+    norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)](5)
+    made = from_torch(norm, (torch.randn(shape),), dynamic=0)
+    assert [d.min for d in made.dims.values()] == [least]
+    evaluated = from_torch(norm.eval(), (torch.randn(shape),), dynamic=0)
+    assert [d.min for d in evaluated.dims.values()] == [1]
+
+
+def test_one_value_per_channel_gives_the_bias() -> None:
+    """As the language means it, where torch's functional form refuses: variance 0, whatever the value."""
+    norm = nn.BatchNorm1d(5)
+    made = from_torch(norm, (torch.randn(4, 5),), dynamic=0)
+    given = {n: torch.randn(5) for n in ("weight", "bias")}
+    found = evaluate(typed(made), {"input": torch.randn(1, 5), **given, "running_mean": torch.zeros(5),
+                                   "running_var": torch.ones(5)}, precision="float64")  # fmt: skip
+    torch.testing.assert_close(found[made.outputs[0]].float(), given["bias"][None], atol=1e-5, rtol=1e-5)

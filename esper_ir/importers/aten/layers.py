@@ -151,6 +151,10 @@ def _batch_norm(
     """In training by the statistics of the batch; the running ones are updated beside it."""
     if not training:
         return _evaluated(b, x, weight, bias, mean, variance, eps)
+    count = ONE
+    for size in (*x.type.shape[:1], *x.type.shape[2:]):
+        count = count * size
+    b.builder.at_least(count, 2)  # torch refuses one value per channel: it has no variance
     made = _affine(b, "batch_norm", x, weight, bias, x.type.shape[1:2], training=True, eps=eps)
     for held, found in zip((mean, variance), _statistics(b, x), strict=True):
         if held is not None:
