@@ -96,8 +96,9 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     second = again(moved / oracle.BOUNDS[dtype_of(subject, label)].rmse if many else moved)
     if many and not second.passed and second.rmse_margin <= 1.0:
         second = again(moved)  # the mean is right, and an element has its own factor
-    if not many and not second.passed and math.isfinite(second.worst_margin):
-        # Three draws of one number may all be small.
+    alone = not many or second.rmse_margin <= 1.0
+    if alone and not second.passed and math.isfinite(second.worst_margin):
+        # Three draws of one number, or of one element, may all be small.
         second = again(moved_by(range(SHAKES, SHAKES + MORE_SHAKES), moved))
     return second if second.passed else found
 

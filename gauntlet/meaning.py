@@ -89,11 +89,11 @@ def rounded(
     1997). By output, or by "d(x)" where cotangents are given.
     """
     if cotangents is None:
-        graph = subject.flat
+        graph = subject.opened
         found = shaken(subject, graph, values, turn, declared=True)
         return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
     given = _flowing(subject, values, cotangents)
-    graph, names = subject.flat_joint
+    graph, names = subject.opened_joint
     found = shaken(subject, graph, given, turn, declared=True)
     none = {f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) for n in subject.joint.gradients}
     return none | {f"d({n})": found[at] for n, at in names.items()}

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from esper_ir import canonical, grad, oracle, reference, text, verify
 from esper_ir.expand import expand
-from esper_ir.graph import Blueprint, Graph
+from esper_ir.graph import Blueprint, Graph, Node
+from esper_ir.graphbuilder import GraphBuilder, rewritten
+from esper_ir.opdef import Val
+from esper_ir.ops.attention import OPENED
 from esper_ir.show import flops
 from esper_ir.types import Dim, DType, TensorType
 from library import launch as launch_manifest
@@ -39,6 +42,21 @@ HEAVY = 1 << 21
 """Elements of a weight beyond which the CPU is spared: fewer draws and steps, small numbers of rows."""
 WIDE, KEPT_WIDE = 1 << 20, 4
 """Elements from which on a float64 copy of a weight is kept, and of how many."""
+
+
+def _opened(graph: Graph) -> Graph:
+    if not any(node.op in OPENED for node in graph):
+        return graph
+
+    def change(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> Sequence[Val] | None:
+        if node.op not in OPENED:
+            return None
+        builder.scope = node.id
+        made = OPENED[node.op](builder, [values[v] for v in node.tensors], dict(node.attrs))
+        builder.scope = ""
+        return made
+
+    return expand(rewritten(graph, change))
 
 
 class Subject:
@@ -81,6 +99,11 @@ class Subject:
     def flat(self) -> Graph:
         """The graph with every composite written out in primitives."""
         return expand(self.graph)
+
+    @cached_property
+    def opened(self) -> Graph:
+        """The same with what libraries compute in several steps written out too."""
+        return _opened(self.flat)
 
     @cached_property
     def roundoff(self) -> float:
@@ -152,6 +175,14 @@ class Subject:
         flat = expand(self.joint.graph)
         names = dict(zip(self.joint.graph.outputs, flat.outputs, strict=True))
         return flat, {leaf: names[at] for leaf, at in self.joint.gradients.items() if at is not None}
+
+    @cached_property
+    def opened_joint(self) -> tuple[Graph, dict[str, str]]:
+        """`flat_joint` with what libraries compute in several steps written out too."""
+        flat, names = self.flat_joint
+        opened = _opened(flat)
+        renamed = dict(zip(flat.outputs, opened.outputs, strict=True))
+        return opened, {leaf: renamed[at] for leaf, at in names.items()}
 
     # -- sizes
     # ---------------------------------------------------------------------------------------------------

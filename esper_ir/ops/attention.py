@@ -198,6 +198,50 @@ def _reference_gradient(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
     return tuple(_first(t.to(q.dtype), attrs) for t in found)
 
 
+# What the library computes, in primitives: for whoever asks what another order of operations may give.
+
+
+def _scores_of(emit: Emit, q: Val, k: Val, attrs: Attrs) -> Val:
+    """[batch, heads, queries, keys] from operands with heads first, in the wide type."""
+    scores = emit("mul", emit("matmul", q, emit("permute", k, dims=(0, 1, 3, 2))), attrs["scale"])
+    if not attrs["is_causal"]:
+        return scores
+    queries, keys = scores.type.shape[2:]
+    row = emit("reshape", emit("arange", end=queries, dtype=DType.int64), shape=(queries, ONE))
+    seen = emit("le", emit("arange", end=keys, dtype=DType.int64), row)
+    return emit("where", seen, scores, -math.inf)
+
+
+def _heads_first(emit: Emit, x: Val, attrs: Attrs) -> Val:
+    """Heads before rows, or back."""
+    return x if attrs["layout"] == "BHSD" else emit("permute", x, dims=ROWS_FIRST)
+
+
+def _opened(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    q, k, v = (up(emit, _heads_first(emit, val(o), attrs)) for o in inputs)
+    scores = _scores_of(emit, q, k, attrs)
+    out = emit("matmul", emit("softmax", scores, dim=-1), v)
+    lse = emit("logsumexp", scores, dims=(-1,))
+    return _heads_first(emit, to(emit, out, val(inputs[0]).type.dtype), attrs), lse
+
+
+def _opened_gradient(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence[Val]:
+    """As `_reference_gradient`, but for p, which is of the scores themselves: a rounding of them that the
+    logarithm of the sum did not see may be an exponent beyond all range."""
+    g, q, k, v, out = (up(emit, _heads_first(emit, val(o), attrs)) for o in inputs[:5])
+    p = emit("softmax", _scores_of(emit, q, k, attrs), dim=-1)
+    over = emit("matmul", g, emit("permute", v, dims=(0, 1, 3, 2)))
+    mean = emit("sum", emit("mul", g, out), dims=(-1,), keepdim=True)
+    ds = emit("mul", emit("mul", p, emit("sub", over, mean)), attrs["scale"])
+    ds_t, p_t = (emit("permute", t, dims=(0, 1, 3, 2)) for t in (ds, p))
+    found = (emit("matmul", ds, k), emit("matmul", ds_t, q), emit("matmul", p_t, g))
+    kind = val(inputs[0]).type.dtype
+    return tuple(_heads_first(emit, to(emit, t, kind), attrs) for t in found)
+
+
+OPENED = {"attention": _opened, "attention_grad": _opened_gradient}
+
+
 def _cost(products: int) -> Any:
     def cost(operands: Types, outputs: Sequence[TensorType], attrs: Attrs) -> Dim:
         at = 0 if products == 2 else 1

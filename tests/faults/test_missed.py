@@ -43,3 +43,11 @@ def test_it_is_refused(name: str, server: ForkServer, tmp_path: Path) -> None:
     data = (tmp_path / planted.file).read_bytes()
     found = judge(data, "cpu", server, quick=True, seed=2, stages=("loads", "gradients"))
     assert found.passed is False and f", {draw}, " in found.reason, found.reason
+
+
+def test_one_element_where_eager_was_lucky(server: ForkServer) -> None:
+    """The heavy element of a row by 6e-7, where eager is by 2e-8 and any order of operations by 1e-6."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == "rms_residual_40_f32")
+    data = corpus.compiled(declared, "cpu").container
+    found = judge(data, "cpu", server, seed=27, stages=("loads", "gradients"))
+    assert found.passed, found.reason

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bench import swaps
-from esper_ir import text, verify
+from esper_ir import grad, text, verify
+from esper_ir.builder import Builder
 from esper_ir.expand import expand
 from esper_ir.reference import evaluate
 from gauntlet import accuracy, inputs, meaning
+from gauntlet import subject as subjects
 from gauntlet.stage import Failed, Passed, Recipe
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -146,3 +148,21 @@ def test_three_small_draws_of_one_number_condemn_nothing(subject: Subject) -> No
         return accuracy.judged(subject, recipe, row, others).passed
 
     assert passed(6.0) and not passed(20.0)
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_means_the_same_in_primitives(layout: str, causal: bool) -> None:
+    """Results and gradients, without a library's node left: what roundings inside it do can be asked."""
+    b = Builder("attended")
+    q, k, v = (b.input(n, "bfloat16", [2, 3, 5, 4] if layout == "BHSD" else [2, 5, 3, 4]) for n in "qkv")
+    y = b.attention(q, k, v, is_causal=causal, layout=layout, scale=0.5)
+    flat = expand(grad.joint(verify.typed(b.build(y)), ["q", "k", "v"]).graph)
+    opened = subjects._opened(flat)
+    assert not [n.op for n in opened if n.op.startswith("attention")]
+    torch.manual_seed(0)
+    shapes = {n: [d.value({}) for d in t.shape] for n, t in flat.inputs.items()}
+    given = {n: torch.randn(shape, dtype=torch.float64) for n, shape in shapes.items()}
+    one, other = (evaluate(g, given, precision="float64") for g in (flat, opened))
+    for a, c in zip(flat.outputs, opened.outputs, strict=True):
+        torch.testing.assert_close(one[a], other[c], rtol=1e-12, atol=1e-12)
