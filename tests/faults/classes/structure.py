@@ -130,8 +130,8 @@ def _endless(block: Block) -> Iterator[Mutant]:
 
 
 def _races(block: Block) -> Iterator[Mutant]:
-    """In C a variable of each thread that all of them share; in Triton two programs with one row of partial
-    sums."""
+    """In C a variable of each thread that all of them share, volatile since a compiler may keep any other in
+    registers, where nothing is shared; in Triton two programs with one row of partial sums."""
     kind = "race"
     for kernel, text in block.texts.items():
         if LOOP in text:
@@ -139,7 +139,7 @@ def _races(block: Block) -> Iterator[Mutant]:
                 shared = f"{m[1]}; {m[2]};"
                 yield _instead(kind, kernel, text, m, shared, "volatile int64_t first, last;\n")
             for m in C_SUMS.finditer(text):
-                yield _instead(kind, kernel, text, m, "\n", f"float {m[1]};\n")
+                yield _instead(kind, kernel, text, m, "\n", f"volatile float {m[1]};\n")
         for m in T_PARTIAL.finditer(text):
             yield _instead(kind, kernel, text, m, f"{m[1]}pid // 2{m[2]}")
 
