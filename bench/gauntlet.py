@@ -2,6 +2,7 @@
 
     python -m bench.gauntlet [--count 240] [--quick]     a library made here, measured, tagged, measured again
     python -m bench.gauntlet --lanes 8                   the same, eight at a time on cores of their own
+    python -m bench.gauntlet --read                      only the table of what ESPER_LIBRARY has measured
     python -m bench.gauntlet --starter docs/starter.html only the page of the starter blocks, measured here
 
 The library: the corpus of `tests/faults` at three widths, by the pipelines `fast` and `standard` and for both
@@ -256,16 +257,16 @@ def retagged(library: Library, ids: Sequence[str], before: Mapping[str, Sequence
 
 def document(
     rows: Sequence[Mapping[str, Any]], tags: Sequence[Mapping[str, Any]], again: Mapping[str, int],
-    asked: int, lanes: int = 1,
+    asked: int, lanes: int = 1, most: int = 200,
 ) -> dict[str, Any]:  # fmt: skip
-    """As a results file."""
+    """As a results file; `most`: how many artifacts the run was to have."""
     long = [r for r in rows if isinstance(r["median_us"], float) and r["median_us"] >= LEAST_US]
     good = [r for r in long if r["variance"] <= MOST_SPREAD]
     twice = [r for r in rows if "again_overlaps" in r]
     mean_s = sum(r["seconds"] for r in rows) / len(rows) if rows else None
     wrong = sum(len(t["missing"]) + len(t["too_many"]) for t in tags)
     figures = {
-        "artifacts": results.figure(len(rows), "count", 200, at_least=True),
+        "artifacts": results.figure(len(rows), "count", most, at_least=True),
         "artifacts_from_10_us": results.figure(len(long), "count"),
         "variance_at_most_5_percent": results.figure(
             len(good) / len(long) if long else None, "share", 0.95, at_least=True
@@ -319,6 +320,22 @@ def run(count: int, effort: Effort, repeated: int = REPEATED, lanes: int = 1) ->
             return document(rows, tags, retagged(library, passed, before), len(ids), lanes)
 
 
+READ = 20
+"""Artifacts at least, of which a table read from a library says something about a card."""
+
+
+def read() -> dict[str, Any]:
+    """The table of the library that is there, of what `esper-gauntlet bench` measured on this device."""
+    with Library.open() as library:
+        _, known = annotate(library)
+        names = sorted(known.reports)
+        before = {name: library.annotations(name) for name in names}
+        annotate(library)
+        tags = check_tags(library, known.reports)
+        rows = [row(library, name) for name in names]
+        return document(rows, tags, retagged(library, names, before), len(names), most=READ)
+
+
 def starter(place: Path, effort: Effort) -> None:
     """The page of the starter blocks, compiled, proven, measured and tagged here."""
     with tempfile.TemporaryDirectory(prefix="esper-starter-") as made:
@@ -360,15 +377,18 @@ def alone(out: Path, quick: bool) -> int:
 @click.option("--repeated", default=REPEATED, show_default=True, help="Artifacts to measure twice.")
 @click.option("--lanes", default=1, show_default=True, help="Artifacts at a time, on cores of their own.")
 @click.option("--quick", is_flag=True, help="Few samples: whether it runs, not how well it repeats.")
+@click.option("--read", "read_", is_flag=True, help="Only the table of what is measured in ESPER_LIBRARY.")
 @click.option("--starter", "place", type=click.Path(path_type=Path), help="Only write the starter page here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
-def main(count: int, repeated: int, lanes: int, quick: bool, place: Path | None, out: Path) -> None:
+def main(
+    count: int, repeated: int, lanes: int, quick: bool, read_: bool, place: Path | None, out: Path
+) -> None:  # fmt: skip
     """Measure a library twice, check its tags, write the results file."""
     effort = QUICK if quick else EFFORT
     if place is not None:
         starter(place, effort)
         return
-    found = run(count, effort, repeated, lanes)
+    found = read() if read_ else run(count, effort, repeated, lanes)
     show(found)
     say(f"written: {results.write(found, out)}")
 

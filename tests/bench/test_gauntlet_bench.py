@@ -91,3 +91,11 @@ def test_blueprints_are_a_mixture_of_widths_and_ways() -> None:
     assert {name.partition("_")[0] for name in names} >= {"scale", "rms", "lora"}, "of every kind"
     assert {tuple(options) for _, options in first} == {(), ("objectives",), ("pipelines", "budget_s")}
     assert len(list(gauntlet.blueprints())) >= gauntlet.COUNT
+
+
+def test_the_table_of_a_library_that_is_there(shelf: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPER_LIBRARY", str(shelf.home))
+    found = gauntlet.read()
+    assert len(found["rows"]) == MANY and found["figures"]["artifacts"]["target"] == gauntlet.READ
+    assert found["figures"]["tags_not_of_their_percentile"]["value"] == 0 < len(found["tags"])
+    assert found["figures"]["tagged_again_lost"]["value"] == 0
