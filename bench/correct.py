@@ -21,7 +21,7 @@ def results(fn: Callable[..., Any], args: list[Tensor], cotangent: Tensor) -> li
     """The output, then the gradient of every leaf that asks for one."""
     out = fn(*args)
     wanted = [t for t in args if t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, wanted, cotangent)]
+    return [out.detach(), *(torch.autograd.grad(out, wanted, cotangent) if wanted else ())]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def truth(path: Path, fn: Callable[..., Tensor], args: list[Tensor], cotangent: 
 
 
 def _lengths(graph: Graph, wanted: list[str], sizes: Mapping[str, int]) -> list[int]:
-    joint = grad.joint(graph, wanted).graph
     forward = oracle.accumulation_length(graph, sizes)
+    if not wanted:
+        return [forward]
+    joint = grad.joint(graph, wanted).graph
     return [forward, *[oracle.accumulation_length(joint, sizes)] * len(wanted)]
 
 

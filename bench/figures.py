@@ -40,11 +40,11 @@ def best_peer(rows: list[dict[str, Any]], field: str) -> dict[str, Any] | None:
 
 
 def ratios(
-    rows: list[dict[str, Any]], quantity: str, mode: str = "plain"
+    rows: list[dict[str, Any]], quantity: str, mode: str = "plain", phase: str = "fb"
 ) -> dict[str, tuple[float, float, float]]:
     """Best peer's time over ours with the widest bounds of both intervals, by block and size."""
     found = {}
-    for (block, size, _), members in groups(rows, mode=mode).items():
+    for (block, size, _), members in groups(rows, phase, mode).items():
         ours = next((r for r in members if is_ours(r) and r.get("correct") and r.get(f"{quantity}_ms")), None)
         peer = best_peer(members, f"{quantity}_ms")
         if ours is None or peer is None:

@@ -120,7 +120,9 @@ def peer(name: str, block: Block, args: list[Tensor], cotangent: Tensor) -> tupl
     if name in (COMPILE, MAX, REDUCE):
         fn = torch.compile(_own(fn), dynamic=False, **compile_options(name))
     before, begin = _cached(), time.perf_counter()
-    torch.autograd.grad(fn(*args), [t for t in args if t.requires_grad], cotangent)
+    wanted = [t for t in args if t.requires_grad]
+    if wanted:
+        torch.autograd.grad(fn(*args), wanted, cotangent)
     with torch.no_grad():
         fn(*args)
     if args[0].is_cuda:
