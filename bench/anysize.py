@@ -168,11 +168,9 @@ def main(only: tuple[str, ...], folder: Path | None, out: Path) -> None:
         home = folder or Path(made)
         places: dict[str, Any] = {"trust": home / "trust", "roles": () if folder else ("compiler",)}
         with Library.open(home / "library", **places) as library:
-            blocks = [b for b in available(only) if len({*map(str, b.sizes)}) > 1]
-            ids = compiled(blocks, folder, library)
-            for block in blocks:
-                if block.name in ids:
-                    rows += rows_of(block, ids[block.name], library, results.device_here())
+            ids = compiled(available(only), folder, library)
+            for block in (b for b in available(only) if b.name in ids):
+                rows += rows_of(block, ids[block.name], library, results.device_here())
     document = {**results.header("anysize"), "rows": rows, "figures": figures(rows)}
     say(f"written: {results.write(document, out)}")
 
