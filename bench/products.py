@@ -74,13 +74,15 @@ def _compiled(blueprint: Any, target: str, library: Library, journal: object) ->
 
 
 def own_ways(blueprint: Any, target: str, tiles: int) -> list[tuple[ProductWay, dict[str, Any]]]:
-    """The only product of a blueprint as a kernel of ours with the tiles that a search would begin with, each
-    with the journal that asks for it; none on a target where products are library calls."""
+    """The only product of a blueprint as a kernel of ours with the tiles that a search would begin with, the
+    template's own and large ones first, each with the journal that asks for it; none on a target where
+    products are library calls."""
     made = front(blueprint, target).kernels.choices.made
     keys = [key for key, (tile, _) in made.items() if isinstance(tile, ProductWay)]
     out = []
     for key in keys[:1]:
         ways = [w for w in space.neighbours(ProductWay(False)) if isinstance(w, ProductWay)]
+        ways.sort(key=lambda w: (w.block_m > 0, not w.descriptors, -w.block_m * w.block_n))
         out += [(w, {"schema": JOURNAL, "choices": {key: tile_row(w)}}) for w in ways[:tiles]]
     return out
 

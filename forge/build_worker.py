@@ -81,8 +81,8 @@ def _compile(kernel: dict[str, Any], request: dict[str, Any], folder: Path) -> t
     target = GPUTarget(request["backend"], request["arch"], request["warp"])
     done = triton.compile(ast, target=target, options=dict(kernel["options"]))
     meta = done.metadata
-    scratch = {n: int(getattr(meta, n, 0) or 0) for n in ("global_scratch_size", "profile_scratch_size")}
-    if any(scratch.values()) or getattr(meta, "tensordesc_meta", None):
+    scratch = [int(getattr(meta, n, 0) or 0) for n in ("global_scratch_size", "profile_scratch_size")]
+    if scratch != [kernel.get("scratch", 0), 0] or getattr(meta, "tensordesc_meta", None):
         raise EsperError("E0543", "the kernel needs scratch memory or host descriptors", node=kernel["entry"])
     facts = {"warps": int(meta.num_warps), "shared": int(meta.shared)}
     return done.asm["hsaco" if request["backend"] == "hip" else "ptx"], facts

@@ -205,6 +205,8 @@ class _Lowerer:
         if self.target.kind != "cpu" and divisible:
             variants.append(Variant(Guard(check), self.kernels.add(_general(plan), GENERAL, False)))
         args = [Argument("buffer", n) for n in numbers] + [Argument("size", s) for s in plan.sizes]
+        if launch.scratch:
+            args.append(Argument("buffer", self.number(launch.scratch, temps)))
         return KernelStep(group, tuple(variants), tuple(args), launch.grid)
 
     def call(self, group: str, call: Call, temps: Mapping[str, Temp]) -> ExternStep:

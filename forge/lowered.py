@@ -10,13 +10,18 @@ from esper_ir.types import Dim, DType, FloorDiv
 from forge.plan import KernelPlan
 from library.launch import Size
 
+DESCRIPTOR_BYTES = 128
+"""Of one tensor descriptor in memory."""
+
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: the grid is in sizes of the closed grammar."""
+    """One kernel launch: the grid is in sizes of the closed grammar. `scratch`: workspace that the kernel
+    takes as its last parameter."""
 
     plan: KernelPlan
     grid: tuple[Size, Size, Size]
+    scratch: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Program structure by schedule:
     ScanTile    `space` = (outer axes ..., time, columns): programs walk time in order, or against it, and
                 carry the state of every `Scan` from block to block. Scans of one kernel have one direction.
     MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile:
-                space = (m, n).
+                space = (m, n). `descriptors`: operands come through tensor descriptors.
     ChainTile   two products in a row, the value between them on chip: a program owns `block_m` rows, makes
                 acc[m, r] = a b and the body of `chain.head` on it, then acc[m, n] = link b for blocks of
                 columns n, with the plan's own body on each: space = (m, n).
@@ -182,6 +182,7 @@ class MatmulTile:
     stages: int
     group_m: int = 8
     split_k: int = 1
+    descriptors: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class ProductWay:
     stages: int = 0
     group_m: int = 0
     split_k: int = 0
+    descriptors: bool = False
 
 
 Tile = RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile | ProductWay

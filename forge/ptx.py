@@ -45,14 +45,14 @@ def entries(ptx: str) -> tuple[Entry, ...]:
 
 
 def join(modules: list[str]) -> str:
-    """One module with all entries. Module-level symbols get the entry's name, shared memory is declared
-    once.
+    """One module with all entries, of the highest PTX version among them. Module-level symbols get the
+    entry's name, shared memory is declared once.
     """
-    header = _headers(modules[0])
+    header = max(map(_headers, modules), key=lambda lines: [int(n) for n in re.findall(r"\d+", lines[0])])
     bodies: list[str] = []
     shared: list[str] = []
     for text in modules:
-        if _headers(text) != header:
+        if _headers(text)[1:] != header[1:]:
             raise EsperError("E0542", "kernels of one artifact were compiled for different PTX targets")
         body = _HEADER.sub("", text)
         shared += [s.strip() for s in _SHARED.findall(body)]

@@ -20,6 +20,7 @@ from forge.emit import c as emit_c
 from forge.emit import triton as emit_triton
 from forge.emit.triton_scalars import POINTER_TYPE
 from forge.lower import Kernels, KernelSource
+from forge.lowered import DESCRIPTOR_BYTES
 from forge.plan import KernelPlan, RowTile
 from forge.ptx import entries
 from forge.target import Target
@@ -30,6 +31,9 @@ from runtime.sandbox import Limits, run_worker
 # Contraction of a*b+c to one rounding: stated, because Triton's default changes between versions.
 FP_FUSION = True
 SCRATCH_POINTERS = 2
+"""Behind the sizes; the first is the workspace of a kernel that makes descriptors, else both are null."""
+DESCRIPTORS_PTX = 86
+"""The first PTX version in which a tensor is loaded as Triton does it."""
 KERNELS_PER_WORKER = 4
 BUILD_LIMITS = Limits(seconds=600.0, memory_bytes=8 << 30)
 
@@ -72,7 +76,12 @@ def _params(plan: KernelPlan) -> tuple[Param, ...]:
     for _ in plan.sizes:
         out.append(Param("i64", offset, 8) if plan.wide else Param("i32", offset, 4))
         offset += out[-1].size
-    return tuple(out)
+    return (*out, Param("ptr", -(-offset // 8) * 8, 8)) if _scratch(plan) else tuple(out)
+
+
+def _scratch(plan: KernelPlan) -> int:
+    """Bytes of memory that a program of the kernel keeps its descriptors in: one for each operand."""
+    return 2 * DESCRIPTOR_BYTES if getattr(plan.tile, "descriptors", False) else 0
 
 
 # Triton -------------------------------------------------------------------------------------------
@@ -104,12 +113,13 @@ def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
         "enable_fp_fusion": FP_FUSION,
     }
     if target.kind == "cuda" and target.ptx_version:
-        options["ptx_version"] = target.ptx_version
+        options["ptx_version"] = max(target.ptx_version, DESCRIPTORS_PTX if _scratch(plan) else 0)
     return {
         "entry": plan.name,
         "text": emit_triton.emit(plan),
         "signature": signature,
         "divisible": [*pointers, *sizes],
+        "scratch": _scratch(plan),
         "options": options,
     }
 
@@ -255,14 +265,19 @@ def _checked(source: KernelSource, declared: dict[str, tuple[Param, ...]]) -> tu
     ours = _params(source.plan)
     theirs = declared.get(source.plan.name, ())
     same = [(p.offset, p.size) for p in ours] == [(p.offset, p.size) for p in theirs[: len(ours)]]
-    if not same or len(theirs) != len(ours) + SCRATCH_POINTERS:
+    if not same or len(theirs) != len(ours) + _null_pointers(source.plan):
         raise EsperError("E0546", "the entry's parameters are not what the plan says", node=source.plan.name)
     return ours
+
+
+def _null_pointers(plan: KernelPlan) -> int:
+    return SCRATCH_POINTERS - bool(_scratch(plan))
 
 
 def _record(source: KernelSource, blob: str, params: tuple[Param, ...], facts: dict[str, Any]) -> Kernel:
     known = facts[source.plan.name]
     return Kernel(
         source.plan.name, blob, source.plan.name, params, warps=known["warps"], shared=known["shared"],
-        scratch=SCRATCH_POINTERS, registers=known.get("registers", 0), spills=known.get("spills", 0),
+        scratch=_null_pointers(source.plan), registers=known.get("registers", 0),
+        spills=known.get("spills", 0),
     )  # fmt: skip

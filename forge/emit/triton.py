@@ -17,6 +17,7 @@ from forge.emit.triton_scan import scans
 from forge.emit.triton_table import gathers, places
 from forge.emit.writer import dim_text
 from forge.plan import (
+    Access,
     ChainTile,
     Compute,
     GatherTile,
@@ -128,19 +129,21 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
     w.line(f"row_ok = row < {m}")
     w.line(f"col_ok = col < {n}")
     w.line(f"acc = tl.zeros([{tile.block_m}, {tile.block_n}], tl.float32)")
+    if tile.descriptors:
+        _described(k, tile, m, n, depth)
     start, stop = "0", depth
     if tile.split_k > 1:
         w.line("part = tl.program_id(1)")
         w.line(f"chunk = tl.cdiv(tl.cdiv({depth}, {tile.block_k}), {tile.split_k}) * {tile.block_k}")
         start, stop = "part * chunk", f"tl.minimum(part * chunk + chunk, {depth})"
     with w.block(f"for k0 in tl.range({start}, {stop}, {tile.block_k}, num_stages={tile.stages}):"):
-        w.line(f"ka = (k0 + tl.arange(0, {tile.block_k})){wide}[None, :]")
-        w.line(f"kb = (k0 + tl.arange(0, {tile.block_k})){wide}[:, None]")
-        for name, access, index, mask in (
-            ("a", spec.a, ["row", "ka"], f"row_ok & (ka < {stop})"),
-            ("b", spec.b, ["kb", "col"], f"(kb < {stop}) & col_ok"),
-        ):
-            w.line(f"{name} = {dot_operand(k, access, index, mask)}")
+        if tile.descriptors:
+            _from_descriptors(k, tile)
+        else:
+            w.line(f"ka = (k0 + tl.arange(0, {tile.block_k})){wide}[None, :]")
+            w.line(f"kb = (k0 + tl.arange(0, {tile.block_k})){wide}[:, None]")
+            w.line(f"a = {dot_operand(k, spec.a, ['row', 'ka'], f'row_ok & (ka < {stop})')}")
+            w.line(f"b = {dot_operand(k, spec.b, ['kb', 'col'], f'(kb < {stop}) & col_ok')}")
         w.line(f'acc = tl.dot(a, b, acc, input_precision="{spec.precision}")')
     masks = {"r": "row_ok", "c": "col_ok"}
     if tile.split_k > 1:
@@ -150,6 +153,41 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
         return
     for s in k.plan.body:
         statement(k, s, ["row", "col"], masks)
+
+
+def _described(k: Kernel, tile: MatmulTile, m: str, n: str, depth: str) -> None:
+    """A descriptor of each operand as it lies in memory, its dense axis last. What is outside reads as 0."""
+    assert k.plan.matmul is not None
+    spec = k.plan.matmul
+    rows = (
+        ("a", spec.a, (m, depth), (tile.block_m, tile.block_k)),
+        ("b", spec.b, (depth, n), (tile.block_k, tile.block_n)),
+    )
+    for name, access, shape, block in rows:
+        order = _order(access)
+        size, step, part = (
+            ", ".join(str(values[axis]) for axis in order)
+            for values in (shape, [dim_text(s) for s in access.strides], block)
+        )
+        k.w.line(
+            f"{name}_at = tl.make_tensor_descriptor({k.pointer[access.buffer]}, [{size}], [{step}], [{part}])"
+        )
+
+
+def _from_descriptors(k: Kernel, tile: MatmulTile) -> None:
+    assert k.plan.matmul is not None
+    spec = k.plan.matmul
+    first = {"m": f"(tile_m * {tile.block_m}).to(tl.int32)", "n": f"(tile_n * {tile.block_n}).to(tl.int32)"}
+    for name, access, at in (("a", spec.a, (first["m"], "k0")), ("b", spec.b, ("k0", first["n"]))):
+        order = _order(access)
+        text = f"{name}_at.load([{', '.join(at[axis] for axis in order)}])"
+        turned = ".T" if order == (1, 0) else ""
+        k.w.line(f"{name} = {text}{turned}" + (".to(tl.float32)" if k.interpreted else ""))
+
+
+def _order(access: Access) -> tuple[int, int]:
+    """Axes of an operand, the dense one last."""
+    return (0, 1) if access.strides[1] == Dim.of(1) else (1, 0)
 
 
 def _matmul_indices(k: Kernel, tile: MatmulTile, m: str, n: str) -> None:

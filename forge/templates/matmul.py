@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Node
-from esper_ir.types import Dim
+from esper_ir.types import Dim, DType
 from forge.body import collapse
-from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
+from forge.lowered import DESCRIPTOR_BYTES, Launch, Lowered, Temp, ceildiv, size_of, symbols
 from forge.plan import (
     Access,
     KernelPlan,
@@ -25,6 +25,7 @@ from forge.plan import (
     SumTile,
     next_pow2,
 )
+from forge.target import Target
 from forge.templates.choice import NARROW
 from forge.templates.rows import RowsInput
 from forge.views import ONE, View
@@ -49,10 +50,13 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     )  # fmt: skip
     prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
     tile = given.choose(space, accesses, prior, spec, node.id)
+    if tile.descriptors and not describable(given.target, spec):
+        tile = replace(tile, descriptors=False)
     tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
     if tile.split_k == 1:
         plan = _plan(given, space, accesses, given.body.stmts, tile, spec)
-        return Lowered("matmul", (Launch(plan, (size_of(tiles), 1, 1)),))
+        step, temps = _launch(plan, tiles, node.id)
+        return Lowered("matmul", (step,), temps)
     return _split(given, space, accesses, tile, spec, tiles)
 
 
@@ -88,6 +92,29 @@ def _plan(
     return KernelPlan(
         given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=far(given, space, spec.k)
     )
+
+
+def _launch(plan: KernelPlan, tiles: Dim, node: str) -> tuple[Launch, dict[str, Temp]]:
+    """A program per tile and part of the sum, with memory for the descriptors that each of them makes."""
+    tile = plan.tile
+    assert isinstance(tile, MatmulTile)
+    grid = (size_of(tiles), tile.split_k, 1)
+    if not tile.descriptors:
+        return Launch(plan, grid), {}
+    name, each = f"{node}:descriptors", 2 * DESCRIPTOR_BYTES // DType.float32.itemsize
+    return Launch(plan, grid, name), {name: Temp(DType.float32, (tiles * tile.split_k, Dim.of(each)))}
+
+
+def describable(target: Target, spec: MatmulSpec) -> bool:
+    """Whether tensor descriptors can name the operands: dense rows of 16-bit values at steps of 16 bytes that
+    are known when the kernel is built."""
+    return target.kind == "cuda" and target.capability >= 90 and all(map(_dense, (spec.a, spec.b)))
+
+
+def _dense(access: Access) -> bool:
+    steps = sorted((s.static or 0) for s in access.strides)
+    plain = access.offset == ZERO and not access.windows and access.table is None
+    return plain and access.dtype.itemsize == 2 and steps[0] == 1 and steps[1] > 1 and steps[1] % 8 == 0
 
 
 def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim) -> bool:
@@ -145,11 +172,9 @@ def _split(
         given.name + "_sum", (Dim.of(tile.split_k), flat), (Access(buffer, kind, (flat, ONE)), *outs),
         (*stmts[:2], *shifted), SumTile(min(tile.split_k, 16), wide, 4), symbols(flat),
     )  # fmt: skip
-    steps = (
-        Launch(first, (size_of(tiles), tile.split_k, 1)),
-        Launch(total, (size_of(ceildiv(flat, wide)), 1, 1)),
-    )
-    return Lowered("matmul split", steps, {buffer: Temp(kind, (Dim.of(tile.split_k), flat))})
+    step, temps = _launch(first, tiles, node.id)
+    steps = (step, Launch(total, (size_of(ceildiv(flat, wide)), 1, 1)))
+    return Lowered("matmul split", steps, {buffer: Temp(kind, (Dim.of(tile.split_k), flat)), **temps})
 
 
 def _plain(
@@ -161,6 +186,7 @@ def _plain(
     tiles: Dim,
 ) -> Lowered:
     """An epilogue that broadcasts cannot run on the flattened sum: no split."""
-    whole = MatmulTile(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, 1)
-    plan = _plan(given, space, accesses, given.body.stmts, whole, spec)
-    return Lowered("matmul", (Launch(plan, (size_of(tiles), 1, 1)),))
+    plan = _plan(given, space, accesses, given.body.stmts, replace(tile, split_k=1), spec)
+    assert given.group.contraction is not None
+    step, temps = _launch(plan, tiles, given.group.contraction.id)
+    return Lowered("matmul", (step,), temps)

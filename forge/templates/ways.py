@@ -64,14 +64,16 @@ def tile_of_way(way: ProductWay) -> MatmulTile | None:
     if not way.own or not way.block_m:
         return None
     return MatmulTile(
-        way.block_m, way.block_n, way.block_k, way.warps, way.stages, way.group_m, way.split_k
+        way.block_m, way.block_n, way.block_k, way.warps, way.stages, way.group_m, way.split_k,
+        way.descriptors,
     )  # fmt: skip
 
 
 def way_of_tile(tile: MatmulTile) -> ProductWay:
     """A kernel of ours with this tile."""
     return ProductWay(
-        True, tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, tile.split_k
+        True, tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.group_m, tile.split_k,
+        tile.descriptors,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ SPACES: Mapping[type[Any], Mapping[str, tuple[int, ...]]] = {
     SumTile: {"block_parts": _powers(1, 512), "block_cols": _powers(8, 2048), "warps": WARPS},
     MatmulTile: {"block_m": _powers(16, 256), "block_n": _powers(16, 256), "block_k": _powers(16, 256),
                  "warps": _powers(2, 16), "stages": (1, 2, 3, 4, 5), "group_m": (1, 4, 8, 16),
-                 "split_k": _powers(1, 32)},
+                 "split_k": _powers(1, 32), "descriptors": (0, 1)},
     ChainTile: {"block_m": _powers(16, 128), "block_k": _powers(16, 256), "block_n": _powers(16, 512),
                 "warps": WARPS, "stages": (1, 2, 3, 4, 5)},
     ScanTile: {"steps": _powers(1, 64), "parts": _powers(1, 64), "block": _powers(1, 256), "warps": WARPS},
@@ -46,6 +46,8 @@ PRODUCTS = (
     (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
 )  # fmt: skip
 """(m, n, k, warps, stages) from which the tile of a product that was a library call is searched."""
+DESCRIBED = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4))
+"""The same, of those whose operands come through descriptors."""
 
 
 def tunable(tile: Tile) -> bool:
@@ -78,6 +80,8 @@ def _ways(way: ProductWay) -> Iterator[ProductWay]:
         yield ProductWay(not way.own)
         for m, n, k, warps, stages in PRODUCTS:
             yield ProductWay(True, m, n, k, warps, stages, 8, 1)
+        for m, n, k, warps, stages in DESCRIBED:
+            yield ProductWay(True, m, n, k, warps, stages, 8, 1, True)
         return
     yield ProductWay(True)
     for tile in neighbours(_product(way)):

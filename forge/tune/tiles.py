@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,6 +21,8 @@ from forge.plan import (
 )
 
 TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile, ProductWay)
+LATER = frozenset({"descriptors"})
+"""Fields that tiles of older journals and tables have not: off."""
 KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
@@ -32,12 +35,18 @@ def tile_of(key: str, row: object) -> Any:
     """The tile of a row {kind, tile}; E0514 for what is none."""
     kind = KINDS.get(str(row.get("kind"))) if isinstance(row, dict) else None
     values = row.get("tile") if isinstance(row, dict) else None
-    if kind is None or not isinstance(values, dict) or values.keys() != {f.name for f in fields(kind)}:
+    if kind is None or not isinstance(values, dict) or not _complete(values, kind):
         raise bad(f"entry {key[:12]} is no tile")
     for name, value in values.items():
         if not isinstance(value, (int, bool)) or value < 0 or value > 1 << 20:
             raise bad(f"entry {key[:12]}: {name} is {value!r}")
     return kind(**values)
+
+
+def _complete(values: Mapping[str, Any], kind: type[Any]) -> bool:
+    """All fields and no others; `LATER` ones may be missing."""
+    names = {f.name for f in fields(kind)}
+    return names - LATER <= values.keys() <= names
 
 
 def bad(what: str) -> EsperError:

@@ -65,6 +65,7 @@ def test_a_journal_asks_for_a_kernel_with_a_tile(monkeypatch: pytest.MonkeyPatch
     planned = run(UNBUILT, Work(blueprint, resolve("h100"), "fast", kernels=kernels))
     (tile,) = _tiles(planned)
     assert (tile.block_m, tile.block_n, tile.warps) == (way.block_m, way.block_n, way.warps)
+    assert tile.descriptors and way.descriptors
 
 
 def row(family: str, block: str, impl: str, ms: float, **more: Any) -> dict[str, Any]:

@@ -3,8 +3,9 @@
     TRITON_INTERPRET=1 python -m tests.forge.interpreted CASES
 
 CASES is JSON, a case or a list of them: {"path": file, "sizes": {"64": 32}, "dims": {"rows": 37}}, or with
-"blueprint": document, or with "seed": 7, "dtype": "float32" for a random graph; and optionally "target" and
-"variant" ("g" for any sizes, "a" for multiples of 16 where that matters). Printed is a list with, per case,
+"blueprint": document, or with "seed": 7, "dtype": "float32" for a random graph; and optionally "target",
+"variant" ("g" for any sizes, "a" for multiples of 16 where that matters) and "own", a tile for every product
+that can be a kernel of ours. Printed is a list with, per case,
 each result's distance from float64 and from eager, and the number of programs launched.
 """
 
@@ -15,7 +16,8 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,12 @@ import esper_ir.text as text
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint
 from forge.emit.triton import emit
+from forge.lower import Kernels
+from forge.pass_manager import run
 from forge.pipelines import FAST
+from forge.plan import ProductWay
 from forge.service import front
+from forge.tune.journal import Choices
 from forge.work import Work
 from library.launch import KernelStep, evaluate
 from tests.forge.dags import blueprint as random_blueprint
@@ -64,15 +70,25 @@ class Interpreter(Machine):
             self.made[chosen] = load_kernel(emit(self.kernels[chosen], interpreted=True), chosen)
         grid = tuple(evaluate(g, dims) for g in step.grid)
         self.programs += grid[0] * grid[1] * grid[2]
+        step_args = step.args[: len(self.kernels[chosen].buffers) + len(self.kernels[chosen].sizes)]
         args = [
             memory[a.value] if isinstance(a.value, int) and a.kind == "buffer" else evaluate(a.value, dims)
-            for a in step.args
+            for a in step_args
         ]
         self.made[chosen][grid](*args)
 
 
-def compare(blueprint: Blueprint, dims: Sizes, target: str, variant: str) -> dict[str, Any]:
+def planned(blueprint: Blueprint, target: str, own: Sequence[int]) -> Work:
     work = front(blueprint, target, FAST.name)
+    if not own:
+        return work
+    ways = {k: ProductWay(True, *own) for k in work.kernels.drafts}
+    steps = tuple(s for s in FAST.steps if s[0] not in ("build", "package"))
+    kernels = Kernels(choices=Choices(ways))
+    return run(replace(FAST, steps=steps), Work(blueprint, work.target, FAST.name, kernels=kernels))
+
+
+def compare(work: Work, dims: Sizes, variant: str) -> dict[str, Any]:
     machine = Interpreter(work, variant)
     found, wide, eager = compared(work, machine, dims)
     rows = {
@@ -84,7 +100,8 @@ def compare(blueprint: Blueprint, dims: Sizes, target: str, variant: str) -> dic
         }
         for name, value in found.items()
     }
-    return {"results": rows, "programs": machine.programs}
+    described = sum(getattr(k.plan.tile, "descriptors", False) for k in work.kernels.by_key.values())
+    return {"results": rows, "programs": machine.programs, "described": described}
 
 
 def small(path: Path, sizes: Mapping[str, int]) -> Blueprint:
@@ -108,7 +125,8 @@ def one(case: Mapping[str, Any]) -> dict[str, Any]:
     else:
         made = small(Path(case["path"]), case.get("sizes", {}))
     try:
-        return compare(made, case["dims"], case.get("target", "h100"), case.get("variant", "g"))
+        work = planned(made, case.get("target", "h100"), case.get("own", ()))
+        return compare(work, case["dims"], case.get("variant", "g"))
     except EsperError as error:
         return {"refused": error.code, "results": {}, "programs": 0}
 

@@ -91,6 +91,19 @@ CASES |= {
         "path": "examples/cross_entropy.json", "sizes": {"32000": 17000}, "dims": {"rows": 3},
     },
 }  # fmt: skip
+LINEAR = block(
+    ["n", 48], {"id": "u", "op": "matmul", "inputs": ["x", "w"]},
+    {"id": "v", "op": "add", "inputs": ["u", "b"]}, {"id": "y", "op": "gelu", "inputs": ["v"]},
+    w=[48, 64], b=[64],
+)  # fmt: skip
+# Forward, and both gradients: operands as they lie and turned; 37 rows are no whole tile.
+DESCRIBED = {
+    f"products through descriptors, {parts} parts": {
+        "blueprint": LINEAR, "dims": {"n": 37}, "own": [16, 32, 16, 4, 2, 8, parts, True],
+    }
+    for parts in (1, 2)
+}  # fmt: skip
+CASES |= DESCRIBED
 RANDOM["a product of one by one"] = {"blueprint": ONE_BY_ONE, "dims": {"rows": 5}}
 PROGRAMS = 150
 
@@ -123,3 +136,8 @@ def test_a_bfloat16_norm_has_the_bits_of_eager(answers: dict[str, dict[str, Any]
     for name in (n for n in CASES if n.startswith("norm")):
         found = answers[name]["results"]
         assert found["y"]["equal"] and found["grad:x"]["off"] <= 1.01 * found["grad:x"]["eager"], name
+
+
+def test_operands_came_through_descriptors(answers: dict[str, dict[str, Any]]) -> None:
+    """Of the forward with and without saved values, and of both gradients."""
+    assert all(answers[name]["described"] >= 3 for name in DESCRIBED), [answers[n] for n in DESCRIBED]
