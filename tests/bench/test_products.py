@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 import esper_ir.text as text
-from bench import families, products, shares
+from bench import families, products, products_worker, shares
 from bench.correct import truth
 from bench.prepare import UNBUILT
 from forge.lower import Kernels
@@ -95,6 +95,24 @@ def test_figures() -> None:
     assert found["small_fb_graphed_behind_a_peer"]["value"] is None
     assert found["swiglu_fb_dev_vs_best_peer_min"]["met"]
     assert found["wrong_or_missing"]["which"] == ["matmul_residual esper-own"]
+
+
+def test_tiles_that_do_not_run_alone_take_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "products.json").write_text("{}")
+    job = {"folder": str(tmp_path), "place": str(tmp_path), "cases": [TINY[0].name], "tiny": True}
+    share = products_worker.Share(job, tmp_path / "out")
+    share.device = torch.device("cuda")
+    tiles = [{"artifact": name, "tile": {"descriptors": name != "a"}} for name in "abc"]
+
+    def bounded(words: list[str], seconds: float) -> str:
+        assert json.loads(Path(words[-2]).read_text())["run"] == ["b", "c"]
+        Path(words[-1]).write_text("b\n")
+        return "exit code 1"
+
+    monkeypatch.setattr(products_worker, "bounded", bounded)
+    assert [t.get("why") for t in share._sound(share.cases[0], tiles)] == [
+        None, None, "did not run alone: exit code 1",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
