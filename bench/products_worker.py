@@ -126,8 +126,8 @@ class Share:
         return ready
 
     def _sound(self, case: Case, tiles: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The tiles; those with descriptors only if they ran in a process of their own: what reads outside its
-        memory there takes all that a process has on the card with it."""
+        """The tiles; those with descriptors only if they ran in a process of their own: what reads outside
+        its memory there takes all that a process has on the card with it."""
         risky = [t["artifact"] for t in tiles if t["tile"]["descriptors"] and "artifact" in t]
         if not risky or self.device.type != "cuda":
             return list(tiles)
