@@ -3,9 +3,11 @@
     python -m bench.tuner --make out/tuner --target h100     (anywhere)
     python -m bench.tuner --from out/tuner --out out/found   (on the card: writes out/found/times/*.times)
     python -m bench.priors out/found/times/*.times           (anywhere: adds to the table)
+    python -m bench.priors --products out/found/products-*.json     (the same, from results of bench.products)
 
 Of every group the tile goes in that won: 2 % faster than the one the search began from, outside the noise;
-else that one. A group that the forge of today would plan in another way is left out, and counted.
+else that one. A group that the forge of today would plan in another way is left out, and counted. Of a
+product it is the way to do it that goes in: the library's call or the quickest kernel of ours.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from typing import Any
 import click
 
 import esper_ir.text as text
+from bench import results
 from bench.blocks import available
 from bench.crew import say
+from bench.families import PRODUCTS, cases
+from forge.plan import ProductWay
 from forge.service import front
 from forge.tune import halves, priors
 from forge.tune.priors import Entry
 from forge.tune.shapes import Shape
+from forge.tune.tiles import tile_of
+from forge.tune.trials import MARGIN
 
 
 def entries_of(
@@ -62,17 +69,43 @@ def shapes_of(blocks: Iterable[str], target: str) -> dict[str, Shape]:
     return out
 
 
+def ways_of(document: Mapping[str, Any]) -> list[Entry]:
+    """The way of every product that bench.products timed both ways, by device time."""
+    rows = {(r["case"], r["impl"]): r for r in document["rows"] if r.get("correct") and r.get("dev_ms")}
+    made: list[Entry] = []
+    for case in cases((PRODUCTS,), document["tiny"]):
+        chosen, own = rows.get((case.name, "esper-fast")), rows.get((case.name, "esper-own"))
+        choices = front(text.parse(case.text()), document["target"]).kernels.choices
+        keys = [key for key, (tile, _) in choices.made.items() if isinstance(tile, ProductWay)]
+        if chosen is None or own is None or not chosen["externs"] or len(keys) != 1:
+            say(f"{case.name}: not timed both ways")
+            continue
+        better = own["dev_ms"] < (1 - MARGIN) * chosen["dev_ms"] and own["dev_hi"] < chosen["dev_lo"]
+        way = tile_of(case.name, {"kind": "ProductWay", "tile": own["tile"]}) if better else ProductWay(False)
+        us, before = (1e3 * r["dev_ms"] for r in (own if better else chosen, chosen))
+        made.append(
+            Entry(keys[0], choices.shapes[keys[0]], way, us, before, case.name, document["card"],
+                  document["toolchain"])
+        )  # fmt: skip
+    return made
+
+
 def merged(old: Sequence[Entry], new: Sequence[Entry]) -> list[Entry]:
     """New entries in the place of old ones for the same work."""
     return list({**{e.key: e for e in old}, **{e.key: e for e in new}}.values())
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True))
+@click.option(
+    "--products", multiple=True, type=click.Path(path_type=Path, exists=True), help="Results files."
+)
 @click.option("--target", default="h100", show_default=True, help="Of the same architecture as the card.")
 @click.option("--card", default="", help="Name of the card, where a file does not hold it.")
 @click.option("--out", type=click.Path(path_type=Path), default=priors.PLACE, show_default=False)
-def main(files: tuple[Path, ...], target: str, card: str, out: Path) -> None:
+def main(
+    files: tuple[Path, ...], products: tuple[Path, ...], target: str, card: str, out: Path
+) -> None:  # fmt: skip
     """Add the tiles that won in FILES (documents of times) to the table."""
     documents = [{"block": p.name.partition(".")[0], **halves.read(p, halves.TIMES)} for p in files]
     shapes = shapes_of((str(d["block"]) for d in documents), target)
@@ -85,10 +118,11 @@ def main(files: tuple[Path, ...], target: str, card: str, out: Path) -> None:
         made += found
         for why in left:
             say(why)
+    made += [entry for path in products for entry in ways_of(results.read(path))]
     old = priors.read(out.read_bytes()) if out.exists() else []
     table = merged(old, made)
     out.write_bytes(priors.written(table))
-    say(f"{out}: {len(made)} entries from {len(files)} files, {len(table)} in all")
+    say(f"{out}: {len(made)} entries from {len(files) + len(products)} files, {len(table)} in all")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from bench.figures import show
 from bench.shares import figures
 from forge.plan import ProductWay
 from forge.service import compile_blueprint, front
+from forge.target import resolve
+from forge.toolchain import toolchain_of
 from forge.tune import space
 from forge.tune.journal import SCHEMA as JOURNAL
 from forge.tune.tiles import tile_row
@@ -47,7 +49,8 @@ def make(folder: Path, target: str, chosen: Sequence[Case], tiles: int, tiny: bo
     """Compile each, products with several tiles; `products.json` says which artifact is what, or what
     failed."""
     folder.mkdir(parents=True, exist_ok=True)
-    made: dict[str, Any] = {"tiny": tiny, "target": target, "cases": {}}
+    made: dict[str, Any] = {"tiny": tiny, "target": target, "toolchain": toolchain_of(resolve(target))}
+    made["cases"] = {}
     with Library.open(folder / "library", trust=folder / "trust", roles=("compiler",)) as library:
         for case in chosen:
             blueprint = text.parse(case.text())
@@ -61,7 +64,7 @@ def make(folder: Path, target: str, chosen: Sequence[Case], tiles: int, tiny: bo
             made["cases"][case.name] = row
             tried = [t for t in row.get("tiles", ()) if "artifact" in t]
             say(f"{case.name}: {row.get('artifact', row.get('why'))}, {len(tried)} tiles")
-    (folder / "products.json").write_text(json.dumps(made, indent=1))
+            (folder / "products.json").write_text(json.dumps(made, indent=1))
     return made
 
 
@@ -152,7 +155,8 @@ def run(folder: Path, only: tuple[str, ...], jobs: int, seconds: float) -> dict[
     for row in rows:
         if row.get("why"):
             say(f"{row['case']} {row['impl']}: {row['why'][-300:]}")
-    return {**results.header("products"), "tiny": made["tiny"], "rows": rows, "figures": figures(rows)}
+    told = {name: made[name] for name in ("tiny", "target", "toolchain")}
+    return {**results.header("products"), **told, "rows": rows, "figures": figures(rows)}
 
 
 @click.command()

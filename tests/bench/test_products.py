@@ -4,6 +4,7 @@ which bar is met."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import torch
 from click.testing import CliRunner
 
 import esper_ir.text as text
-from bench import families, products, products_worker, shares
+from bench import families, priors, products, products_worker, shares
 from bench.correct import truth
 from bench.prepare import UNBUILT
 from forge.lower import Kernels
 from forge.pass_manager import run
-from forge.plan import MatmulTile
+from forge.plan import MatmulTile, ProductWay
 from forge.service import compile_blueprint, front
 from forge.target import resolve
-from forge.tune.journal import read
+from forge.tune.journal import Choices, read
+from forge.tune.priors import read as read_entries
+from forge.tune.priors import table, written
 from forge.work import Work
 from library.store import Library
 
@@ -95,6 +98,30 @@ def test_figures() -> None:
     assert found["small_fb_graphed_behind_a_peer"]["value"] is None
     assert found["swiglu_fb_dev_vs_best_peer_min"]["met"]
     assert found["wrong_or_missing"]["which"] == ["matmul_residual esper-own"]
+
+
+def test_times_become_priors() -> None:
+    """A product that ours wins becomes a kernel by default there and in its neighbourhood; else it stays."""
+    rows = []
+    for case, own in (("matmul_nn_4096x4096x4096", 0.5), ("matmul_nt_4096x4096x4096", 0.99)):
+        way = ProductWay(True, 128, 256, 64, 8, 3, 8, 1, True)
+        rows += [
+            row("products", "_", "esper-fast", 1.0) | {"case": case, "externs": 1},
+            row("products", "_", "esper-own", own) | {"case": case, "tile": asdict(way)},
+        ]
+    told = {"rows": rows, "tiny": False, "target": "h100", "card": "c", "toolchain": "t"}
+    made = priors.ways_of(told)
+    assert [e.what for e in made] == ["matmul_nn_4096x4096x4096", "matmul_nt_4096x4096x4096"]
+    assert [e.tile for e in made] == [way, ProductWay(False)]
+    assert [e.us for e in made] == [500.0, 1000.0]
+    case = next(c for c in families.cases() if c.name == "matmul_nn_2048x2048x2048")
+    kernels = Kernels(choices=Choices(priors=table(read_entries(written(made)))))
+    work = Work(text.parse(case.text()), resolve("h100"), "fast", kernels=kernels)
+    assert not _tiles(run(UNBUILT, work)), "an eighth of the work is not near"
+    case = next(c for c in families.cases() if c.name == "matmul_nn_4096x4096x4096")
+    work = Work(text.parse(case.text()), resolve("h100"), "fast", kernels=kernels)
+    (tile,) = _tiles(run(UNBUILT, work))
+    assert tile.descriptors
 
 
 def test_tiles_that_do_not_run_alone_take_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
