@@ -99,7 +99,7 @@ def _alone(low: Lowered) -> KernelPlan | None:
     if len(low.steps) != 1 or not isinstance(step, Launch) or type(step.plan.tile) is not RowTile:
         return None
     plan = step.plan
-    special = any(a.partial or a.windows or a.table for a in plan.accesses)
+    special = any(a.partial or a.windows or a.table or a.parts for a in plan.accesses)
     columns = any(isinstance(s, Reduce) and s.axis == "col" for s in plan.body)
     return None if special or columns else plan
 

@@ -291,6 +291,27 @@ def collapse(
     return tuple(sizes), out
 
 
+def folded(
+    space: tuple[Dim, ...], accesses: list[Access], split: int
+) -> tuple[tuple[Dim, ...], list[Access]] | None:
+    """The axes from `split` on as one. Accesses that do not walk them as one run keep their parts. None where
+    windows move along them, or where memory does not run along the innermost one.
+    """
+    if any(w.axis >= split for a in accesses for w in a.windows):
+        return None
+    sizes, width, out = space[split:], ONE, list[Access]()
+    for size in sizes:
+        width = width * size
+    for a in accesses:
+        steps = a.strides[split:]
+        if a.buffer != INDEX and steps[-1] not in (ZERO, ONE, -ONE):
+            return None
+        run = a.partial or all(steps[i] == steps[i + 1] * sizes[i + 1] for i in range(len(sizes) - 1))
+        parts = () if run else tuple(zip(sizes, steps, strict=True))
+        out.append(replace(a, strides=(*a.strides[:split], steps[-1]), parts=parts))
+    return (*space[:split], width), out
+
+
 def _joins(access: Access, outer: int, inner: int, space: tuple[Dim, ...]) -> bool:
     if access.partial:
         return True

@@ -38,5 +38,6 @@ def _is_column(plan: KernelPlan, made: Mapping[str, Load | Compute], name: str) 
     if not isinstance(stmt, Load):
         return False
     access = plan.accesses[stmt.access]
-    plain = access.offset == Dim() and not any(s != Dim() for s in access.strides[:-1])
+    still = not any(s != Dim() for s in access.strides[:-1])
+    plain = access.offset == Dim() and still and not access.parts
     return access.buffer == INDEX and plain and access.strides[-1] == Dim.of(1)

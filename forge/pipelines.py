@@ -26,6 +26,7 @@ from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
 from forge.passes.turned import turned
+from forge.settle import settled
 from forge.target import Target
 from forge.templates.choice import tuned_sizes
 from forge.toolchain import build, toolchain_of
@@ -142,8 +143,9 @@ def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: 
         phase = replace(phase, graph=bias_inside(phase.graph))
     else:
         phase = replace(phase, graph=depthwise(windows_to_leaves(phase.graph)))
-    interface = interface_of(work.blueprint, work.graph.types, ())
     sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
+    phase = replace(phase, graph=settled(phase.graph, work.target, sizes))
+    interface = interface_of(work.blueprint, work.graph.types, ())
     bounds = tuple(bucket.values())
     return lower_phase(
         phase, work.target, work.kernels, sizes, bounds, interface.inputs, interface.outputs, f"{tag}{at}_"

@@ -32,58 +32,11 @@ program order, and nothing that changes the split depends on the machine.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
-from forge.views import Window
-
-INDEX = ""
-"""Buffer of an access that reads no memory: the value is the element's own address, an integer."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """A buffer read or written: element `offset` + sum of position x stride over the axes of the space;
-    `partial` marks the [programs, cols] workspace of a col reduction, addressed by program and column. With
-    the buffer `INDEX` that number is itself the value: a position along an axis (stride 1) or a size (no
-    strides, only the offset). Along an axis of `windows` the position that the window gives counts; where it
-    has none, nothing is read and the value is `fill`. Of a `table` (stride and number of rows) the row is a
-    value of the body, see `Load`; NaN is read where the table has no such row.
-    """
-
-    buffer: str
-    dtype: DType
-    strides: tuple[Dim, ...]
-    partial: bool = False
-    offset: Dim = Dim()
-    windows: tuple[Window, ...] = ()
-    fill: float | int = 0
-    table: tuple[Dim, Dim] | None = None
-
-    @property
-    def axes(self) -> frozenset[int]:
-        """Axes of the space along which the address, or whether there is one, changes."""
-        moving = {axis for axis, stride in enumerate(self.strides) if stride != Dim()}
-        return frozenset(moving | {w.axis for w in self.windows})
-
-    @property
-    def dims(self) -> tuple[Dim, ...]:
-        """Every size that its address or its bounds depend on."""
-        return (*self.strides, self.offset, *(w.size for w in self.windows), *(self.table or ()))
-
-    def letters(self) -> str:
-        """The same as "r" (some axis but the last) and "c" (the last)."""
-        last = len(self.strides) - 1
-        return ("r" if self.axes - {last} else "") + ("c" if last in self.axes else "")
-
-    def window(self, axis: int) -> Window | None:
-        return next((w for w in self.windows if w.axis == axis), None)
-
-    def led(self) -> Access:
-        """The same in a space with one more axis in front."""
-        windows = tuple(replace(w, axis=w.axis + 1) for w in self.windows)
-        return replace(self, strides=(Dim(), *self.strides), windows=windows)
+from forge.access import INDEX, Access
 
 
 @dataclass(frozen=True)
@@ -395,8 +348,9 @@ def _access(a: Access) -> str:
     offset = f"+{a.offset}" if a.offset != Dim() else ""
     windows = "".join(f" axis {w.axis}: ({w.mul} p + {w.add}) / {w.div} < {w.size}" for w in a.windows)
     outside = f"{windows} else {a.fill}" if windows else ""
+    apart = f" by ({', '.join(f'{n}: {step}' for n, step in a.parts)})" if a.parts else ""
     table = f" of {a.table[1]} rows at {a.table[0]}" if a.table else ""
-    return f"{a.buffer}:{a.dtype.value}[{strides}]{offset}{outside}{table}" + (
+    return f"{a.buffer}:{a.dtype.value}[{strides}]{apart}{offset}{outside}{table}" + (
         "@partial" if a.partial else ""
     )
 

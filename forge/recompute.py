@@ -35,7 +35,7 @@ def recompute(parts: Partition, target: Target, sizes: Mapping[str, int]) -> Par
     """The partition with values computed again where that pays; refusals say what was tried in vain."""
     refused: dict[str, Refusal] = {}
     while True:
-        before = _moved(parts, sizes)
+        before = moved_bytes(parts, sizes)
         better = _first_better(parts, target, sizes, before, refused)
         if better is None:
             return replace(parts, refusals=[*parts.refusals, *refused.values()])
@@ -56,7 +56,7 @@ def _first_better(
         if isinstance(made, Rejected):
             refused[value] = Refusal(value, "recompute", made)
             continue
-        spared = before - _moved(made, sizes)
+        spared = before - moved_bytes(made, sizes)
         fewer = len(made.groups) < len(parts.groups) and spared > -LEAST
         if (small and fewer) or (not small and spared > 0 and spared >= max(LEAST, WORTH * before)):
             refused.pop(value, None)
@@ -106,7 +106,7 @@ def _bytes(graph: Graph, value: str, sizes: Mapping[str, int]) -> int:
     return kind.numel.value(sizes) * kind.dtype.itemsize
 
 
-def _moved(parts: Partition, sizes: Mapping[str, int]) -> int:
+def moved_bytes(parts: Partition, sizes: Mapping[str, int]) -> int:
     """Bytes that the groups read and write, each value once a group."""
     total = 0
     free = {n.id for n in parts.graph if lowering_kind(n) == "creation"}

@@ -57,7 +57,7 @@ def _alone(kernel: KernelPlan, result: int) -> bool:
     access = kernel.accesses[result]
     moves = all(s != Dim() for s, size in zip(access.strides, kernel.space, strict=True) if size != ONE)
     named = [a for a in kernel.accesses if a.buffer == access.buffer]
-    return moves and len(named) == 1 and not access.partial and not access.windows
+    return moves and len(named) == 1 and not (access.partial or access.windows or access.parts)
 
 
 def _beside(kernel: KernelPlan, operand: int, result: int) -> bool:
@@ -67,7 +67,7 @@ def _beside(kernel: KernelPlan, operand: int, result: int) -> bool:
     if any(isinstance(s, Load) and kernel.accesses[s.access].buffer == buffer for s in kernel.body[end:]):
         return False
     return all(
-        _place(a) == place and not (a.windows or a.table or a.partial)
+        _place(a) == place and not (a.windows or a.table or a.partial or a.parts)
         for a in kernel.accesses
         if a.buffer == buffer
     )

@@ -11,17 +11,16 @@ vector width."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.scalar import walk
-from esper_ir.types import DType
 from forge.emit.c_across import across_tile
 from forge.emit.c_expr import REGISTER, Block, Term
+from forge.emit.c_kept import Kept
 from forge.emit.c_math import preamble
 from forge.emit.c_reduce import Column, Lanes, combined, identity, lane_loop
 from forge.emit.c_scan import scan_tile
-from forge.emit.c_text import Lines, Scope, Text, braces, flush, indent, simd
+from forge.emit.c_text import Lines, Scope, Text, braces, by_runs, flush, indent, simd
+from forge.emit.c_together import Together
 from forge.plan import (
     Access,
     Compute,
@@ -35,35 +34,9 @@ from forge.plan import (
     Stmt,
     Store,
     SumTile,
-    needed,
     phases,
 )
 from forge.target import Target
-
-# Values whose second computation costs more than a store and a load of 4 bytes.
-COSTLY = frozenset(
-    (
-        *(
-            "exp",
-            "exp2",
-            "expm1",
-            "log",
-            "log2",
-            "log1p",
-            "sin",
-            "cos",
-            "tan",
-            "asin",
-            "acos",
-            "atan",
-            "sinh",
-        ),
-        *("cosh", "tanh", "asinh", "acosh", "atanh", "erf", "erfc", "sigmoid", "pow", "fmod", "atan2"),
-    )
-)
-QUOTIENTS = COSTLY | {"div", "sqrt", "rsqrt"}  # worth a load of 4 bytes
-KEPT_BYTES = 1 << 17
-BEFORE = -1
 
 
 def emit_module(plans: Iterable[KernelPlan], target: Target) -> str:
@@ -93,22 +66,27 @@ def _row_tile(text: Text) -> Lines:
     assert isinstance(tile, RowTile)
     if tile.block_rows > 1 and not tile.programs:
         return across_tile(text)
-    before, sweeps = phases(text.plan)
+    before, found = phases(text.plan)
     columns = _partial_rows(text)
-    kept = _Kept.choose(text, sweeps, tile)
-    row = Scope(Block(), {}, text.index(None))
-    text.statements(before, row)
-    lines = [*text.offsets(), *flush(row), *kept.line(text, row)]
-    for number, phase in enumerate(sweeps):
-        lines += _sweep(text, row, phase, number, columns, kept)
-        text.statements(phase.scalars, row)
-        lines += flush(row)
-    program = [
-        *(line for column in columns.values() for line in column.declare()),
-        *kept.declare(),
-        *_program_rows(tile, text.each_row(lines)),
-    ]
-    return text.parallel(program)
+    kept, sweeps = Kept.choose(text, found, tile)
+    together = Together.of(text, before, sweeps, kept)
+
+    def sweep(row: Scope, number: int) -> Lines:
+        return _sweep(text, row, sweeps[number], number, columns, kept)
+
+    if together is not None:
+        loop = together.lines(sweep)
+    else:
+        row = Scope(Block(), {}, text.index(None))
+        text.statements(before, row)
+        lines = [*text.offsets(), *flush(row), *kept.line(text, row)]
+        for number, phase in enumerate(sweeps):
+            lines += sweep(row, number)
+            text.statements(phase.scalars, row)
+            lines += flush(row)
+        loop = [*kept.declare(), *text.each_row(lines)]
+    declared = [line for column in columns.values() for line in column.declare()]
+    return text.parallel([*declared, *_program_rows(tile, loop)])
 
 
 def _program_rows(tile: RowTile, loop: Lines) -> Lines:
@@ -153,81 +131,8 @@ def _partial_access(text: Text, reduce: Reduce) -> Access:
     return found[0]
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """Full values that one sweep computes and a later one reads back instead of computing them again, and
-    those that stay the same from row to row (`first` is BEFORE): they are computed for a line of rows.
-    """
-
-    arrays: Mapping[str, tuple[str, DType]]
-    size: int
-    first: Mapping[str, int]
-
-    @staticmethod
-    def choose(text: Text, sweeps: Sequence[Phase], tile: RowTile) -> _Kept:
-        """Costly values needed by more than one sweep, where whole rows fit the tile and a thread's stack."""
-        width = text.plan.cols.static  # a symbolic width may exceed the tile's at run time
-        uses: dict[str, list[int]] = {}
-        steady = _steady(text)
-        for number, phase in enumerate(sweeps):
-            for stmt in phase.full:
-                if isinstance(stmt, Compute) and _is_costly(
-                    stmt, QUOTIENTS if stmt.name in steady else COSTLY
-                ):
-                    uses.setdefault(stmt.name, []).append(number)
-        names = [name for name, at in uses.items() if len(at) > 1 or name in steady]
-        if width is None or width > tile.block_cols or width * 8 * len(names) > KEPT_BYTES:
-            names, width = [], 0
-        arrays = {name: (f"k{i}", text.dtypes[name].compute) for i, name in enumerate(names)}
-        return _Kept(arrays, width, {n: BEFORE if n in steady else uses[n][0] for n in names})
-
-    def line(self, text: Text, row: Scope) -> Lines:
-        """What stays the same along the last axis of the rows, where a line of them begins."""
-        names = [name for name, at in self.first.items() if at == BEFORE]
-        if not names:
-            return []
-        scope = row.inner(text.index("j"))
-        text.statements(needed(text.plan, text.axes, set(names)), scope)
-        ends = [f"{self.arrays[name][0]}[j] = {scope.values[name].text};" for name in names]
-        begins = f"if (i == first || i{len(text.plan.space) - 2} == 0)"
-        return braces(begins, simd("0", "cols", [*scope.block.lines, *ends]))
-
-    def declare(self) -> Lines:
-        return [f"{REGISTER[kind]} {array}[{self.size}];" for array, kind in self.arrays.values()]
-
-    def prune(self, phase: Phase, number: int) -> tuple[tuple[Stmt, ...], set[str]]:
-        """The statements a sweep still runs, and the values it reads back."""
-        old = {name for name, at in self.first.items() if at < number}
-        wanted = {r.arg for r in phase.reduces} | {s.value for s in phase.full if isinstance(s, Store)}
-        stmts: list[Stmt] = []
-        read: set[str] = set()
-        for stmt in reversed(phase.full):
-            name = "" if isinstance(stmt, Store) else stmt.name
-            if name in wanted and name in old:
-                read.add(name)
-            elif not name or name in wanted:
-                stmts.append(stmt)
-                wanted |= set(stmt.args) if isinstance(stmt, Compute) else set()
-        return tuple(reversed(stmts)), read
-
-
-def _steady(text: Text) -> set[str]:
-    """Values of a column that do not change along the last axis of the rows: of operands that do not."""
-    axis, out = len(text.plan.space) - 2, set[str]()
-    for stmt in text.plan.body:
-        if isinstance(stmt, Load) and not stmt.row and axis not in text.plan.accesses[stmt.access].axes:
-            out.add(stmt.name)
-        elif isinstance(stmt, Compute) and out.issuperset(stmt.args):
-            out.add(stmt.name)
-    return {name for name in out if "c" in text.axes[name]}
-
-
-def _is_costly(stmt: Compute, names: frozenset[str]) -> bool:
-    return any(getattr(e, "name", "") in names for e in walk(stmt.expr))
-
-
 def _sweep(
-    text: Text, row: Scope, phase: Phase, number: int, columns: Mapping[str, Column], kept: _Kept
+    text: Text, row: Scope, phase: Phase, number: int, columns: Mapping[str, Column], kept: Kept
 ) -> Lines:
     """One pass over the columns of a row."""
     stmts, read = kept.prune(phase, number)
@@ -238,8 +143,8 @@ def _sweep(
     ]
     inner = row.inner(text.index("j"))
     for name in sorted(read):
-        array, kind = kept.arrays[name]
-        inner.values[name] = inner.block.let(kind, f"{array}[j]")
+        array, kind = kept.place(name)
+        inner.values[name] = inner.block.let(kind, array)
         inner.block.exact.add((inner.values[name].text, text.dtypes[name]))
     text.statements(stmts, inner)
     for name, at in kept.first.items():
@@ -251,7 +156,8 @@ def _sweep(
     body = [*inner.block.lines, *(lane.add(inner.values[lane.arg]) for lane in lanes)]
     for reduce, lane in zip((r for r in phase.reduces if r.axis == "row"), lanes, strict=True):
         row.values[reduce.name] = Term(lane.result, lane.kind)
-    return lane_loop(lanes, body) if lanes else simd("0", "cols", body)
+    sizes = text.runs(stmts) or kept.runs(read)
+    return lane_loop(lanes, body, sizes) if lanes else by_runs(sizes, lambda at, end: simd(at, end, body))
 
 
 def _point_tile(text: Text) -> Lines:

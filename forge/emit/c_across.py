@@ -22,7 +22,7 @@ def across_tile(text: Text) -> Lines:
     """The loop over programs. E0523 for windows and for reductions down the columns."""
     tile = text.plan.tile
     assert isinstance(tile, RowTile)
-    if any(a.windows for a in text.plan.accesses) or tile.programs:
+    if any(a.windows or a.parts for a in text.plan.accesses) or tile.programs:
         raise text.refuse("windows, or rows in turn, where rows lie side by side")
     before, sweeps = phases(text.plan)
     kernel = _Across(text, tile.block_rows)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from esper_ir.types import DType
+from esper_ir.types import Dim, DType
 from forge.emit.c_expr import REGISTER, Term
-from forge.emit.c_text import Lines, braces, simd
+from forge.emit.c_text import Lines, braces, by_runs, simd
 
 LANES = 32
 
@@ -66,16 +66,25 @@ class Lanes:
         return self.name.replace("a", "s", 1)
 
 
-def lane_loop(lanes: Sequence[Lanes], body: Lines) -> Lines:
-    """A sweep with reductions: blocks of `LANES` columns as vectors, then the rest one by one."""
+def lane_loop(lanes: Sequence[Lanes], body: Lines, sizes: Sequence[Dim] = ()) -> Lines:
+    """A sweep with reductions: blocks of `LANES` columns as vectors, then the rest one by one. Where columns
+    are walked in runs of parts of these `sizes`, blocks begin anew in each.
+    """
     at = lanes[0].name.replace("a", "j", 1)
-    vector = braces(f"for (int l = 0; l < {LANES}; l++)", [f"const int64_t j = {at} + l;", *body])
-    rest = braces(f"for (int64_t j = {at}; j < cols; j++)", [f"const int l = j & {LANES - 1};", *body])
+
+    def loop(first: str, end: str) -> Lines:
+        place = "j" if first == "0" else f"(j - {first})"
+        lane = f"const int l = {place} & {LANES - 1};"
+        vector = braces(f"for (int l = 0; l < {LANES}; l++)", [f"const int64_t j = {at} + l;", *body])
+        return [
+            f"int64_t {at} = {first};",
+            *braces(f"for (; {at} + {LANES} <= {end}; {at} += {LANES})", ["#pragma omp simd", *vector]),
+            *braces(f"for (int64_t j = {at}; j < {end}; j++)", [lane, *body]),
+        ]
+
     return [
         *(line for lane in lanes for line in lane.declare()),
-        f"int64_t {at} = 0;",
-        *braces(f"for (; {at} + {LANES} <= cols; {at} += {LANES})", ["#pragma omp simd", *vector]),
-        *rest,
+        *by_runs(sizes, loop),
         *(line for lane in lanes for line in lane.finish()),
     ]
 

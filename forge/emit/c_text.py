@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.types import Dim, DType, FloorDiv
+from forge.access import Parts
 from forge.emit.c_expr import HALVES, MEMORY, REGISTER, Block, Term, constant, convert, round_to, spell
 from forge.plan import INDEX, Access, Compute, KernelPlan, Load, RowTile, Stmt, Store
 from forge.views import Window
@@ -146,7 +147,9 @@ class Text:
             moves = row and bool(access.axes - {last})
             step = access.strides[-1]
             parts = [f"o{at}"] if moves else []
-            if column is not None and step != Dim():
+            if column is not None and access.parts:
+                parts += place(access.parts, column)
+            elif column is not None and step != Dim():
                 parts.append(product(_source(access.window(last), column), step))
             if access.offset != Dim():
                 parts.append(factor(access.offset))
@@ -197,6 +200,33 @@ class Text:
         writes = {DType.bfloat16: "high_half({})", DType.float16: "to_f16({})"}
         text = writes.get(dtype, "{}").format(convert(term, dtype.compute))
         return f"{self._element(stmt.access, scope)} = {text};"
+
+    def runs(self, stmts: Iterable[Stmt]) -> tuple[Dim, ...]:
+        """Sizes of the parts of the columns where a statement reads or writes by them, else nothing."""
+        used = (self.plan.accesses[s.access] for s in stmts if isinstance(s, (Load, Store)))
+        return next((tuple(size for size, _ in a.parts) for a in used if a.parts), ())
+
+
+def place(parts: Parts, column: str) -> Lines:
+    """Terms of an index along the parts that the columns are made of, inside of `by_runs`."""
+    positions = [*(f"q{at}" for at in range(len(parts) - 1)), f"({column} - run)"]
+    return [product(q, step) for q, (_, step) in zip(positions, parts, strict=True) if step != Dim()]
+
+
+def by_runs(sizes: Sequence[Dim], loop: Callable[[str, str], Lines]) -> Lines:
+    """`loop(first, end)` over all columns: at once, or a run of the innermost part after the other. Then
+    `q0`, `q1`, ... are the positions along the parts outside of it and `run` is the run's first column.
+    """
+    if not sizes:
+        return loop("0", "cols")
+    number = "0"
+    for at, size in enumerate(sizes[:-1]):
+        number = f"q{at}" if at == 0 else f"({number} * {factor(size)} + q{at})"
+    inner = factor(sizes[-1])
+    lines = [f"const int64_t run = {number} * {inner};", *loop("run", f"run + {inner}")]
+    for at, size in reversed(list(enumerate(sizes[:-1]))):
+        lines = braces(f"for (int64_t q{at} = 0; q{at} < {factor(size)}; q{at}++)", lines)
+    return lines
 
 
 def flush(scope: Scope) -> Lines:

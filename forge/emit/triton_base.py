@@ -78,7 +78,9 @@ class Kernel:
         terms = [dim_text(access.offset)] if access.offset != Dim() else []
         for axis, (stride, at) in enumerate(zip(access.strides, index, strict=True)):
             window = access.window(axis)
-            if window is not None:
+            if access.parts and axis == len(index) - 1:
+                terms += self.apart(access, at)
+            elif window is not None:
                 place = moved(window, at)
                 place = place if window.div == 1 else f"({place} // {window.div})"
                 terms.append(f"{place} * {dim_text(stride)}")
@@ -87,6 +89,17 @@ class Kernel:
             elif stride != Dim():
                 terms.append(f"{at} * {dim_text(stride)}")
         return " + ".join(terms) or "0"
+
+    def apart(self, access: Access, at: str) -> list[str]:
+        """Offsets along the parts that the last axis is made of."""
+        out, inner = list[str](), Dim.of(1)
+        for part, (size, stride) in reversed(list(enumerate(access.parts))):
+            place = at if inner == Dim.of(1) else f"({at} // {dim_text(inner)})"
+            place = place if part == 0 else f"({place} % {dim_text(size)})"
+            inner = inner * size
+            if stride != Dim():
+                out.insert(0, place if stride == Dim.of(1) else f"{place} * {dim_text(stride)}")
+        return out
 
     def load(self, stmt: Load, index: list[str], mask: str, hint: str = "") -> None:
         access = self.plan.accesses[stmt.access]

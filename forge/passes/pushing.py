@@ -49,12 +49,12 @@ def _movable(graph: Graph) -> frozenset[str]:
     for node in reversed(graph.nodes):
         users = readers.get(node.id, [])
         alone = bool(users) and all(movement(u) == "window" or u.id in out for u in users)
-        if alone and node.id not in graph.outputs and _is_cheap(node):
+        if alone and node.id not in graph.outputs and is_cheap(node):
             out.add(node.id)
     return frozenset(v for v in out if _small(v, graph.by_output, out, graph))
 
 
-def _is_cheap(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
     low = OPS[node.op].lowering
     if not isinstance(low, Pointwise) or len(node.outputs) > 1:
         return False

@@ -18,7 +18,7 @@ from esper_ir.opdef import Pointwise, Reduction
 from esper_ir.registry import OPS
 from esper_ir.scalar import Arg, Const, Prim, substitute, walk
 from esper_ir.types import Dim, DType
-from forge.body import Body, collapse, finish_reduction
+from forge.body import Body, collapse, finish_reduction, folded
 from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
 from forge.plan import (
@@ -95,12 +95,13 @@ def lower(given: RowsInput) -> Lowered:
     if not reducing:
         return _pointwise(given, space, accesses)
     space, accesses, split = _two_sided(given, space, accesses)
-    if len(space) - split != 1:
+    one = folded(space, accesses, split)
+    if one is None:
         raise EsperError(
             "E0533", "the reduced axes are not one run of memory for every operand", node=given.group.name,
             hint="esper-forge explain shows the group",
         )  # fmt: skip
-    return _rows(given, space, accesses)
+    return _rows(given, *one)
 
 
 def _two_sided(
@@ -171,9 +172,12 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
     for access in accesses:
         reach = ONE + access.offset
-        for axis, (size, stride) in enumerate(zip(space, access.strides, strict=True)):
+        axes = list(enumerate(zip(space, access.strides, strict=True)))
+        for axis, (size, stride) in axes[:-1] if access.parts else axes:
             window = access.window(axis)
             reach = reach + (size if window is None else window.size) * stride
+        for size, stride in access.parts:
+            reach = reach + size * stride
         if access.table is not None:
             reach = reach + access.table[0] * access.table[1]
         high = reach.bounds(ranges)[1]
@@ -244,7 +248,7 @@ def _processor_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Acc
     wide = next_pow2(max(cols, 1))
     per = ADDED_ROWS if col_reduce else next_pow2(max(min(8192 // max(cols, 1), 64), 1))
     count = space[-2].value(given.sizes)
-    moved = any(a.windows for a in accesses)
+    moved = any(a.windows or a.parts for a in accesses)
     if col_reduce or moved or count < FEW_BESIDE or not _across(accesses, beside=True):
         return RowTile(1, per, wide, 1)
     beside = min(next_pow2(count), BESIDE)
@@ -294,7 +298,7 @@ def _full(accesses: list[Access]) -> set[int]:
     """Numbers of the accesses to every row and column."""
     return {
         at for at, a in enumerate(accesses)
-        if a.buffer != INDEX and a.strides[-1] != ZERO and any(s != ZERO for s in a.strides[:-1])
+        if a.buffer != INDEX and a.letters() == "rc"
     }  # fmt: skip
 
 
@@ -356,7 +360,7 @@ def _summed(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) ->
     sums = {s.name: s.arg for s in given.body.stmts if isinstance(s, Reduce) and s.axis == "col"}
     stores = [s for s in given.body.stmts if isinstance(s, Store)]
     nothing = len(loads) + len(sums) + len(stores) == len(given.body.stmts)
-    plain = all(a.buffer != INDEX and not a.windows for a in loads.values())
+    plain = all(a.buffer != INDEX and not (a.windows or a.parts) for a in loads.values())
     if not (few and nothing and plain and sums.keys() == {s.value for s in stores}):
         return {}
     found = {accesses[s.access].buffer: loads.get(sums[s.value]) for s in stores}

@@ -37,6 +37,7 @@ def choice_key(
             a.partial,
             a.windows,
             a.table,
+            *([[(str(n), str(step)) for n, step in a.parts]] if a.parts else []),
         )
         for a in accesses
     ]

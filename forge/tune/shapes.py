@@ -56,7 +56,8 @@ def shape_of(
 
 def _access(a: Access) -> tuple[object, ...]:
     strides = tuple("0" if s == ZERO else "1" if s == ONE else "s" for s in a.strides)
-    return (a.buffer == INDEX, a.dtype.value, strides, a.partial, len(a.windows), a.table is not None)
+    apart = (len(a.parts),) if a.parts else ()
+    return (a.buffer == INDEX, a.dtype.value, strides, a.partial, len(a.windows), a.table is not None, *apart)
 
 
 def _stmt(s: Stmt) -> tuple[object, ...]:

@@ -319,8 +319,15 @@ class _Run:
             stride, window = access.strides[axis].value(self.sizes), access.window(axis)
             if window is not None:
                 position = (position * window.mul + window.add).div(window.div, rounding_mode="floor")
-            at = at + position * stride if axis in access.axes else at
+            at = at + position * stride if axis in access.axes and not self.apart(access, axis) else at
+        rest = cols
+        for size, stride in reversed(access.parts):
+            count, step = size.value(self.sizes), stride.value(self.sizes)
+            at, rest = at + rest % count * step, rest // count
         return at
+
+    def apart(self, access: Access, axis: int) -> bool:
+        return bool(access.parts) and axis == len(self.space) - 1
 
     def positions(self, rows: Tensor, cols: Tensor) -> dict[int, Tensor]:
         """Along every axis of the space, outermost last."""
