@@ -217,12 +217,15 @@ def judged(
             if len(rows) % 20 == 0:
                 say(f"{len(rows)} of {len(planted)}")
 
+    def start(_: int) -> None:
+        server = ForkServer(packages=("gauntlet", "tests"))
+        servers.put(server)  # first, so that it is closed whatever happens
+        server.start()
+
     try:
-        for _ in range(jobs):
-            server = ForkServer(packages=("gauntlet", "tests"))
-            server.start()
-            servers.put(server)
         with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(start, range(jobs)))
+            say(f"{jobs} judges")
             list(pool.map(one, planted))
     finally:
         while not servers.empty():
