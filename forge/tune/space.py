@@ -46,7 +46,10 @@ PRODUCTS = (
     (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
 )  # fmt: skip
 """(m, n, k, warps, stages) from which the tile of a product that was a library call is searched."""
-DESCRIBED = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4))
+DESCRIBED = (
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 8, 4),
+    (128, 128, 64, 8, 3),
+)  # fmt: skip
 """The same, of those whose operands come through descriptors."""
 
 
