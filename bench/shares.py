@@ -18,12 +18,15 @@ Ratios = dict[str, tuple[float, float, float]]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Each with its target; a family that was not measured has None."""
-    found = _products([r for r in rows if r["family"] == PRODUCTS])
-    found |= _small([r for r in rows if r["family"] == SMALL])
-    found |= _gated([r for r in rows if r["family"] == SWIGLU])
-    wrong = sorted({f"{r['case']} {r['impl']}" for r in rows if blocks.is_ours(r) and not r.get("correct")})
-    return {**found, "wrong_or_missing": figure(len(wrong), "cases", 0, which=wrong)}
+    """Of each family that was measured, with targets: runs of single families join in one file."""
+    found: dict[str, Any] = {}
+    for family, judge in ((PRODUCTS, _products), (SMALL, _small), (SWIGLU, _gated)):
+        mine = [r for r in rows if r["family"] == family]
+        ours = [r for r in mine if blocks.is_ours(r)]
+        wrong = sorted({f"{r['case']} {r['impl']}" for r in ours if not r.get("correct")})
+        if mine:
+            found |= judge(mine) | {f"{family}_wrong_or_missing": figure(len(wrong), "cases", 0, which=wrong)}
+    return found
 
 
 def _products(rows: Sequence[Row]) -> dict[str, Any]:

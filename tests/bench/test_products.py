@@ -97,7 +97,8 @@ def test_figures() -> None:
     assert found["small_f_wall_behind_a_peer"]["which"] == {"lora 1": 0.5}
     assert found["small_fb_graphed_behind_a_peer"]["value"] is None
     assert found["swiglu_fb_dev_vs_best_peer_min"]["met"]
-    assert found["wrong_or_missing"]["which"] == ["matmul_residual esper-own"]
+    assert found["products_wrong_or_missing"]["which"] == ["matmul_residual esper-own"]
+    assert shares.figures(rows[-2:]).keys() < found.keys(), "a family that was not measured says nothing"
 
 
 def test_times_become_priors() -> None:
