@@ -71,15 +71,17 @@ def lane_loop(lanes: Sequence[Lanes], body: Lines, sizes: Sequence[Dim] = ()) ->
     are walked in runs of parts of these `sizes`, blocks begin anew in each.
     """
     at = lanes[0].name.replace("a", "j", 1)
+    whole = bool(sizes) and sizes[-1].multiple({}) % LANES == 0
 
     def loop(first: str, end: str) -> Lines:
         place = "j" if first == "0" else f"(j - {first})"
         lane = f"const int l = {place} & {LANES - 1};"
         vector = braces(f"for (int l = 0; l < {LANES}; l++)", [f"const int64_t j = {at} + l;", *body])
+        rest = braces(f"for (int64_t j = {at}; j < {end}; j++)", [lane, *body])
         return [
             f"int64_t {at} = {first};",
             *braces(f"for (; {at} + {LANES} <= {end}; {at} += {LANES})", ["#pragma omp simd", *vector]),
-            *braces(f"for (int64_t j = {at}; j < {end}; j++)", [lane, *body]),
+            *([] if whole else rest),
         ]
 
     return [
