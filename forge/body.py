@@ -295,8 +295,10 @@ def folded(
     space: tuple[Dim, ...], accesses: list[Access], split: int
 ) -> tuple[tuple[Dim, ...], list[Access]] | None:
     """The axes from `split` on as one. Accesses that do not walk them as one run keep their parts. None where
-    windows move along them, or where memory does not run along the innermost one.
+    windows move along several, or where memory does not run along the innermost one of several.
     """
+    if len(space) - split == 1:
+        return space, accesses
     if any(w.axis >= split for a in accesses for w in a.windows):
         return None
     sizes, width, out = space[split:], ONE, list[Access]()
