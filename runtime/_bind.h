@@ -2,8 +2,9 @@
  * sealed form (library.sealed). Whatever is out of the ordinary gives None: Python does it, and names what is wrong.
  *
  * bind(rows, dims: dict, plan: (feeds, saved, backward, own: set), kernels: mapping, driver: (kind, launch, clear))
- *     -> (words: bytes, shapes, slots, fresh: buffer numbers, workspace in bytes) | None
+ *     -> (words: bytes, shapes, slots, fresh: buffer numbers, workspace in bytes, first steps) | None
  *
+ * First steps: per buffer that the caller passes, -1 where no step names it.
  * `own`: buffers that are results or are handed on; `kernels[name]`: (function, threads, shared, scratch, kinds). In
  * `fresh` -1 stands for the workspace.
  */
@@ -35,7 +36,7 @@ typedef struct {
     int64_t feeds, saved, backward, nfresh, workspace, nbuffers, nsteps, nzeros;
     place buffers[MAX_BUFFERS];
     int64_t fresh[MAX_BUFFERS], zeros[3 * MAX_BUFFERS];
-    char nullable[2 * MAX_BUFFERS];
+    char nullable[2 * MAX_BUFFERS], read[MAX_BUFFERS];
     PyObject *dims, *own, *kernels;
 } binding;
 
@@ -307,6 +308,10 @@ static int bind_all(binding *b, PyObject *buffers, PyObject *steps, PyObject *dr
         if (code) return code;
     }
     if (lives(b, steps)) return ODD;
+    for (int64_t i = 0; i < b->nbuffers; i++)
+        if (b->buffers[i].slot >= 0 && b->buffers[i].slot < b->feeds)
+            b->read[b->buffers[i].slot] |= b->buffers[i].first >= 0 || b->buffers[i].own;
+    for (int64_t i = 0; i < b->feeds; i++) b->nullable[i] |= !b->read[i];
     pack(b);
     return write_all(b, steps, driver, w);
 }
@@ -341,9 +346,10 @@ static PyObject *bind(PyObject *self, PyObject *args) {
     shapes = PyTuple_New(b->nbuffers);
     code = shapes ? bind_all(b, buffers, steps, driver, shapes, &w) : ERROR;
     if (!code)
-        out = Py_BuildValue("(y#ONNL)", (const char *)w.at, (Py_ssize_t)(w.size * 8), shapes,
+        out = Py_BuildValue("(y#ONNLN)", (const char *)w.at, (Py_ssize_t)(w.size * 8), shapes,
                             numbers(&b->buffers[0].slot, b->nbuffers, sizeof(place)),
-                            numbers(b->fresh, b->nfresh, sizeof(int64_t)), (long long)b->workspace);
+                            numbers(b->fresh, b->nfresh, sizeof(int64_t)), (long long)b->workspace,
+                            numbers(&b->buffers[0].first, b->nbuffers, sizeof(place)));
     else if (code == ODD && !PyErr_Occurred())
         out = Py_NewRef(Py_None);
     Py_XDECREF(shapes);

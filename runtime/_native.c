@@ -4,7 +4,7 @@
  * launch(capsule, stream: int, slots: list) -> None | (code, number)
  * counts(capsule) -> list[int]           how often each choice of each launch was taken
  * lookup(hot, tensors, types, grad)      the plan that a call of this signature took before
- * bind(...)                              a plan bound to sizes, see _bind.h
+ * bound(...)                             a plan bound to sizes, see _bind.h
  *
  * Slots are tensors (asked for data_ptr()) or integers. Only CPython's limited API and no torch header is used: one
  * binary serves every Python from 3.11 and every torch. The driver's functions arrive as addresses.
@@ -20,7 +20,7 @@
 #include "_bind.h"
 #include "_segment.h"
 
-static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape, *name_cpu;
+static PyObject *data_ptr, *name_dtype, *name_device, *name_contiguous, *name_grad, *name_shape, *name_cpu, *name_neg;
 
 static void release(segment *s) {
     if (s) {
@@ -186,6 +186,17 @@ static int is_plain(PyObject *t, PyObject *dtype, PyObject *classes, long index)
     return PyErr_Occurred() ? -1 : !(address & 15);
 }
 
+/* A tensor of one element is contiguous under any stride, so it may be a lazily negated view. */
+static int negated(PyObject *t, PyObject *shape) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(shape); i++)
+        if (PyLong_AsLong(PyTuple_GetItem(shape, i)) != 1) return PyErr_Occurred() ? -1 : 0;
+    PyObject *value = PyObject_CallMethodObjArgs(t, name_neg, NULL);
+    if (!value) return -1;
+    int found = value == Py_True;
+    Py_DECREF(value);
+    return found;
+}
+
 static int wants_grad(PyObject *t) {
     PyObject *value = PyObject_GetAttr(t, name_grad);
     if (!value) return -1;
@@ -216,6 +227,7 @@ static PyObject *lookup(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         if (ok != 1) break;
         PyObject *shape = PyObject_GetAttr(t, name_shape);
         if (!shape || PyTuple_SetItem(key, i, shape)) ok = -1;
+        if (ok == 1) ok = negated(t, shape) ? -!!PyErr_Occurred() : 1;
     }
     if (ok == 1) pair = PyDict_GetItemWithError(args[0], key);
     Py_DECREF(key);
@@ -244,7 +256,7 @@ static PyMethodDef methods[] = {
     {"segment", make_segment, METH_O, "capsule of an encoded segment"},
     {"launch", (PyCFunction)(void (*)(void))launch, METH_FASTCALL, "launch a segment on a stream"},
     {"lookup", (PyCFunction)(void (*)(void))lookup, METH_FASTCALL, "the plan known for a call, or None"},
-    {"bind", bind, METH_VARARGS, "a plan of kernels bound to sizes, or None"},
+    {"bound", bind, METH_VARARGS, "a plan of kernels bound to sizes, or None"},
     {"counts", counts, METH_O, "how often each choice was taken"},
     {NULL, NULL, 0, NULL},
 };
@@ -259,5 +271,6 @@ PyMODINIT_FUNC PyInit__native(void) {
     name_grad = PyUnicode_InternFromString("requires_grad");
     name_shape = PyUnicode_InternFromString("shape");
     name_cpu = PyUnicode_InternFromString("is_cpu");
+    name_neg = PyUnicode_InternFromString("is_neg");
     return PyErr_Occurred() ? NULL : PyModule_Create(&module);
 }

@@ -4,8 +4,10 @@
  * learn(capsule, shapes, asked, dims, parts, fresh, outputs, saved) -> bool    a plan for calls of these shapes; a part
  *     is a segment of kernels or a library call as runtime.executor.Extern.described gives it
  * call(capsule, tensors: list) -> result | None           None: not known, or odd in some way; nothing has happened
- * launches(capsule) -> int
+ * launches(capsule) -> int, copies(capsule) -> int
  * perform(call, tensors: list) -> list | None    one library call alone; None: only Python can
+ * prepare(parts, fresh, given, index) -> capsule | None    a plan by itself, for callers that brought `given` slots
+ * execute(capsule, slots: list) -> bool    runs it and appends its memory to the list; False: nothing was appended
  *
  * Only the common case is here: plain dense tensors of the learnt shapes, plans of kernels and of the library calls in
  * _calls.h. All else is answered by runtime/functions.py, which `gradients` reaches from backward:
@@ -32,7 +34,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-constexpr int FORMAT = 2;      // of what Python passes; as in runtime/node.py
+constexpr int FORMAT = 4;      // of what Python passes; as in runtime/node.py
 constexpr size_t LIMIT = 256;  // learnt tuples of shapes per block, as READY_LIMIT
 
 struct Part {
@@ -51,6 +53,7 @@ struct Plan {
 struct Backward {
     Plan plan;
     std::vector<int64_t> returns;  // per input the slot of its gradient, -1: none
+    std::vector<char> reads;       // per saved tensor and cotangent whether the plan does
 };
 
 struct Shared {
@@ -59,13 +62,13 @@ struct Shared {
     Held class_owner, gradients;
     std::string title;  // of the backward, in profiles
     int64_t index = -1;
-    std::atomic<int64_t> launches{0};
+    std::atomic<int64_t> launches{0}, copies{0};
 };
 
 struct Path {
     Plan plan;
     std::vector<int64_t> outputs, saved;
-    std::vector<Fresh> kept;  // the saved ones
+    std::vector<Fresh> kept, made;  // the saved ones, the outputs
 };
 
 /* What is known for one tuple of shapes. Plans are never taken away, so a reader needs no lock once it has one. */
@@ -228,6 +231,11 @@ const Backward* backward_for(Entry& entry, uint64_t mask, const std::vector<bool
         auto row = found.cast<pybind11::tuple>();
         auto plan = read_plan(pybind11::object(row[0]).ptr(), pybind11::object(row[1]).ptr(), given);
         if (plan) made = std::make_unique<Backward>(std::move(*plan), integers(row[2]));
+        for (size_t i = 0; made && i < given; i++) {
+            auto& handed = made->returns;
+            const bool on = std::find(handed.begin(), handed.end(), (int64_t)i) != handed.end();
+            made->reads.push_back(on || touched(made->plan, (int64_t)i));
+        }
     }
     std::lock_guard<std::mutex> lock(entry.mutex);
     for (auto& known : entry.backward)
@@ -270,7 +278,10 @@ struct EsperBackward : public Node {
         const size_t given = slots.size();
         bool easy = !at::GradMode::is_enabled();
         const auto& kept = entry->paths[1]->kept;  // hooks give back what they like; the engine checks cotangents
+        easy = easy && std::any_of(cotangents.begin(), cotangents.end(), [](const Tensor& c) { return c.defined(); });
         for (size_t i = 0; easy && i < given; i++) {
+            if (i >= kept.size() && !slots[i].defined()) continue;  // nobody asks for that result's gradient
+            if (i >= kept.size()) condense(slots[i], shared);
             easy = plain(slots[i], i < kept.size() ? kept[i].dtype : slots[i].scalar_type(), shared.index);
             easy = easy && (i >= kept.size() || slots[i].sizes() == at::IntArrayRef(kept[i].sizes));
         }
@@ -278,6 +289,8 @@ struct EsperBackward : public Node {
             c10::OptionalDeviceGuard guard;
             if (shared.index >= 0) guard.reset_device(at::Device(at::kCUDA, (c10::DeviceIndex)shared.index));
             const Backward* known = backward_for(*entry, mask, wanted, given);
+            for (size_t i = kept.size(); known && i < given; i++)
+                if (known->reads[i] && !slots[i].defined()) slots[i] = zeros(entry->paths[1]->made[i - kept.size()]);
             if (known && execute(known->plan, slots, shared)) {
                 variable_list out(wanted.size());
                 for (size_t i = 0; i < out.size(); i++)
@@ -289,7 +302,22 @@ struct EsperBackward : public Node {
         return slowly(slots, wanted);
     }
 
-    /* None and strided cotangents, create_graph, failures: what runtime/functions.py does. */
+    /* What can be made plain by a copy, as an expanded cotangent is; else as it was. */
+    static void condense(Tensor& t, Shared& shared) {
+        const bool usual = !(t.key_set().raw_repr() & ~USUAL.raw_repr()) && t.layout() == at::kStrided;
+        if (!usual || t.is_contiguous() || (shared.index < 0 ? !t.is_cpu() : t.get_device() != shared.index)) return;
+        Below below;
+        t = t.contiguous();
+        shared.copies.fetch_add(1, std::memory_order_relaxed);
+    }
+
+    /* For a cotangent that nobody gave. */
+    Tensor zeros(const Fresh& like) const {
+        Below below;
+        return allocate(like, entry->shared->index).zero_();
+    }
+
+    /* No cotangents at all, create_graph, failures: what runtime/functions.py does. */
     variable_list slowly(const std::vector<Tensor>& slots, const std::vector<bool>& wanted) {
         pybind11::gil_scoped_acquire gil;
         pybind11::tuple mask(wanted.size()), kept(saved.size()), cotangents(slots.size() - saved.size());
@@ -461,6 +489,7 @@ PyObject* learn(PyObject*, PyObject* args) {
     }
     known.insert(known.end(), path->plan.fresh.begin(), path->plan.fresh.end());
     for (int64_t i : path->saved) path->kept.push_back(known.at(i));
+    for (int64_t i : path->outputs) path->made.push_back(known.at(i));
     if (block->entries.size() >= LIMIT) block->entries.clear();
     auto& entry = block->entries[key];
     if (!entry) {
@@ -504,6 +533,12 @@ PyObject* launches(PyObject*, PyObject* capsule) {
     END_HANDLE_TH_ERRORS
 }
 
+PyObject* copies(PyObject*, PyObject* capsule) {
+    HANDLE_TH_ERRORS
+    return PyLong_FromLongLong(block_of(capsule)->shared->copies.load(std::memory_order_relaxed));
+    END_HANDLE_TH_ERRORS
+}
+
 /* One library call on tensors that stand in the order of its slots: what tests compare with Python's. */
 PyObject* perform_one(PyObject*, PyObject* args) {
     HANDLE_TH_ERRORS
@@ -521,12 +556,84 @@ PyObject* perform_one(PyObject*, PyObject* args) {
     END_HANDLE_TH_ERRORS
 }
 
+/* -- a plan by itself: what runtime.executor.Ready does in Python ---------------------------------------------- */
+
+struct Alone {
+    Plan plan;
+    Shared shared;
+    size_t given;
+};
+
+constexpr const char* ALONE = "runtime._node.plan";
+
+PyObject* prepare(PyObject*, PyObject* args) {
+    HANDLE_TH_ERRORS
+    PyObject *parts, *fresh;
+    long long given, index;
+    if (!PyArg_ParseTuple(args, "OOLL", &parts, &fresh, &given, &index)) return nullptr;
+    auto plan = read_plan(parts, fresh, (size_t)given);
+    if (!plan) Py_RETURN_NONE;
+    auto alone = std::make_unique<Alone>();
+    alone->plan = std::move(*plan);
+    alone->shared.index = index;
+    alone->given = (size_t)given;
+    PyObject* capsule = PyCapsule_New(alone.get(), ALONE, [](PyObject* c) {
+        delete (Alone*)PyCapsule_GetPointer(c, ALONE);
+    });
+    if (capsule) alone.release();
+    return capsule;
+    END_HANDLE_TH_ERRORS
+}
+
+/* Whether the list holds what a plan may be run on: tensors that are their memory, and integers where nothing reads. */
+bool unpack(PyObject* list, const Alone& alone, std::vector<Tensor>& slots) {
+    if (!PyList_Check(list) || (size_t)PyList_GET_SIZE(list) != alone.given) return false;
+    slots.reserve(alone.given + alone.plan.fresh.size());
+    for (size_t i = 0; i < alone.given; i++) {
+        PyObject* item = PyList_GET_ITEM(list, (Py_ssize_t)i);
+        if (PyLong_Check(item)) {
+            if (touched(alone.plan, (int64_t)i)) return false;
+            slots.emplace_back();
+            continue;
+        }
+        if (!THPVariable_Check(item)) return false;
+        const Tensor& t = THPVariable_Unpack(item);
+        if (!plain(t, t.scalar_type(), alone.shared.index)) return false;
+        slots.push_back(t);
+    }
+    return true;
+}
+
+PyObject* execute_alone(PyObject*, PyObject* const* args, Py_ssize_t n) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(n == 2, "execute(plan, slots: list)");
+    auto* alone = (Alone*)PyCapsule_GetPointer(args[0], ALONE);
+    if (!alone) return nullptr;
+    std::vector<Tensor> slots;
+    if (!unpack(args[1], *alone, slots) || elsewhere(alone->shared.index)) Py_RETURN_FALSE;
+    bool done;
+    {
+        pybind11::gil_scoped_release others_may_run;
+        done = execute(alone->plan, slots, alone->shared);
+    }
+    for (size_t i = alone->given; done && i < slots.size(); i++) {
+        auto item = pybind11::reinterpret_steal<pybind11::object>(
+            slots[i].defined() ? THPVariable_Wrap(slots[i]) : Py_NewRef(Py_None));
+        if (!item || PyList_Append(args[1], item.ptr())) return nullptr;
+    }
+    return PyBool_FromLong(done);
+    END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef methods[] = {
     {"block", make, METH_VARARGS, "what one block gives to its calls"},
     {"learn", learn, METH_VARARGS, "a plan for calls of these shapes"},
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, "the result, or None"},
     {"perform", perform_one, METH_VARARGS, "one library call"},
     {"launches", launches, METH_O, "kernels launched and calls made so far"},
+    {"copies", copies, METH_O, "copies made so far of cotangents that were not dense"},
+    {"prepare", prepare, METH_VARARGS, "a plan by itself, or None"},
+    {"execute", (PyCFunction)(void (*)(void))execute_alone, METH_FASTCALL, "runs it; False: only Python can"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -125,7 +125,7 @@ class Block(nn.Module):
     def _seat(self, program: Program) -> None:
         """Run calls on this program from now on."""
         if hasattr(self, "_state"):
-            self._counters.launches += self._state.launched()
+            self._state.tally(self._counters)
         self._state = State(program, self._counters, self._debug)
         self._state.gradients.recover = recovery.recoverer(weakref.ref(self))
         self._index, self._broken = program.index, False
@@ -288,7 +288,7 @@ class Block(nn.Module):
             raise error
         if not self._broken:
             log.error("%s failed, its eager twin answers from now on: %s", self._name, error.message)
-            self._counters.launches += self._state.launched()
+            self._state.tally(self._counters)
             self._state, self._broken = recovery.broken(self._state, error), True
 
     def rest(self, on: bool) -> None:
@@ -299,7 +299,7 @@ class Block(nn.Module):
         program = self._state.program
         if on:
             error = fail("E0815", "kernels rest while memory is short", node=self._name)
-            self._counters.launches += self._state.launched()
+            self._state.tally(self._counters)
             self._state = recovery.broken(self._state, error)
         else:
             self._seat(program)
@@ -316,6 +316,7 @@ class Block(nn.Module):
         block of it."""
         own, shared = self._counters.as_dict(), self._state.program.counters.as_dict()
         own["launches"] += self._state.launched()
+        own["copies"] += self._state.copied()
         return {name: own[name] + shared[name] for name in own}
 
     def report(self) -> dict[str, Any]:

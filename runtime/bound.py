@@ -89,7 +89,7 @@ def bind(
     found = native_bind(rows, dims, about, kernels, addresses(driver))
     if found is None:
         return None
-    words, shapes, slots, fresh, workspace = found
+    words, shapes, slots, fresh, workspace, first = found
     buffers = rows[0]
     made = object.__new__(BoundLayout)
     made.__dict__.update(
@@ -103,6 +103,7 @@ def bind(
         expected=tuple(
             [(at, b[0], s, b[3]) for at, b, s in zip(slots, buffers, shapes, strict=True) if 0 <= at < feeds]
         ),
+        read=frozenset([a for n, a in enumerate(slots) if 0 <= a < feeds and (first[n] >= 0 or n in handed)]),
         _again=again,
         launches=len(rows[1]),
     )

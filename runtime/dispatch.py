@@ -27,7 +27,7 @@ try:
 except ImportError:
     _native = None
 
-_bind = getattr(_native, "bind", None)
+_bind = getattr(_native, "bound", None)
 CPU, CUDA = 0, 1
 NULL_SLOT, NO_VARIANT = -1, -2
 ALIGNMENT = 16
@@ -298,7 +298,7 @@ def native_segment(words: bytes) -> tuple[Any, Callable[..., Any]]:
     return _native.segment(words), _native.launch
 
 
-def native_bind(*given: Any) -> tuple[bytes, Any, Any, Any, int] | None:
+def native_bind(*given: Any) -> tuple[bytes, Any, Any, Any, int, Any] | None:
     """`bind` of `runtime/_bind.h`; None also where the extension was built without it."""
     return _bind(*given) if _bind is not None else None
 

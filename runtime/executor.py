@@ -19,7 +19,7 @@ from torch import Tensor
 
 from library.canon import canonical_json
 from library.launch import Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
-from runtime import externs
+from runtime import externs, node
 from runtime.bound import BoundDispatch, BoundLayout, Kernels, bind
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
@@ -28,6 +28,7 @@ from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out
 from runtime.memo import Memo
 
 READY_LIMIT = 256
+NOTHING = 0  # in a slot that nothing reads: the cotangent of a result whose gradient no plan asks for
 Dims = tuple[int, ...]
 _guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _empty_cpu: Callable[..., Tensor] = getattr(_guards, "_empty_strided_cpu", torch.empty_strided)
@@ -80,17 +81,9 @@ class Ready:
     launches."""
 
     __slots__ = (
-        "plan",
-        "dims",
-        "layout",
-        "launches",
-        "parts",
-        "_single",
-        "_fresh",
-        "_empty",
-        "_index",
-        "_code",
-    )
+        "plan", "dims", "layout", "launches", "parts",
+        "_single", "_fresh", "_empty", "_index", "_code", "_node",
+    )  # fmt: skip
 
     def __init__(
         self, program: Program, plan: Plan, dims: Dims, layout: Layout, words: bytes | None = None
@@ -107,11 +100,16 @@ class Ready:
         self._fresh = tuple((f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh)
         self._empty, self._index = program.empty, program.index
         self._code = program.code  # what is bound here must stay mapped
+        # Whether `runtime/_node.cpp` runs it: known after the first call. Kernels alone cost no more here.
+        self._node: Any = None if any(isinstance(p, Extern) for p in self.parts) else False
 
     def __call__(self, slots: list[Any]) -> list[Any]:
+        if self._node is None:
+            self._node = self._prepared()
+        if self._node and node.execute(self._node, slots):
+            return slots
         empty = self._empty
-        for shape, stride, dtype in self._fresh:
-            slots.append(empty(shape, stride, dtype))
+        slots.extend([empty(*described) for described in self._fresh])
         stream = _raw_stream(self._index) if self._index >= 0 else 0
         if self._single is not None:
             self._single(stream, slots)
@@ -119,6 +117,10 @@ class Ready:
         for part in self.parts:
             part(stream, slots)
         return slots
+
+    def _prepared(self) -> Any:
+        run, given = self.described(), self.layout.feeds + len(self.layout.given)
+        return (run is not None and node.prepare(*run, given, self._index)) or False
 
     def _stream(self) -> int:
         return _raw_stream(self._index) if self._index >= 0 else 0
@@ -255,7 +257,7 @@ class Program:
         index = self.index
         for tensor, dtype in zip(tensors, self.dtypes, strict=False):
             plain = tensor.dtype is dtype and tensor.get_device() == index and tensor.is_contiguous()
-            if not plain or (tensor.data_ptr() & 15 if index >= 0 else not tensor.is_cpu):
+            if not plain or tensor.is_neg() or (tensor.data_ptr() & 15 if index >= 0 else not tensor.is_cpu):
                 return self._admit_slowly(tensors, counters)
         return dims
 
@@ -268,8 +270,7 @@ class Program:
             zip(tensors, self.interface.inputs, self.dtypes, strict=True)
         ):
             tensors[at] = self.dense(tensor, dtype, spec.name, counters)
-        if all(t.numel() != 1 for t in tensors):  # one element: contiguous, yet perhaps a lazily negated view
-            self._known.put(shapes, dims)
+        self._known.put(shapes, dims)
         return dims
 
     def dense(
@@ -393,22 +394,26 @@ class Program:
             return [*feeds, sizes if dims is None else dims]
         values = dims if dims is not None else self.backward_dims(plan, tensors)
         saved = [t for t in tensors[: self.saved_count] if t is not None]
-        return [*self.backward_feeds(values, saved, tensors[self.saved_count :]), values]
+        read = {self.saved_count + b.index for b in plan.buffers if b.source == "cotangent"}
+        return [*self.backward_feeds(values, saved, tensors[self.saved_count :], read), values]
 
     def backward_feeds(
         self,
         dims: Dims,
         saved: Sequence[Tensor],
         cotangents: Sequence[Tensor | None],
+        read: Collection[int],
         counters: Counters | None = None,
     ) -> list[Any]:
-        """What a backward plan reads, dense: zeros stand for a cotangent that is None."""
+        """What a backward plan reads (`read`: the slots), dense: zeros stand for a cotangent that is None."""
         feeds: list[Any] = [*saved, *cotangents]
         for at, tensor in enumerate(feeds):
-            if tensor is None:
+            if tensor is not None:
+                feeds[at] = self.dense(tensor, tensor.dtype, "a cotangent", counters)
+            elif at in read:
                 feeds[at] = self.zeros(self.interface.outputs[at - self.saved_count], dims)
             else:
-                feeds[at] = self.dense(tensor, tensor.dtype, "a cotangent", counters)
+                feeds[at] = NOTHING
         return feeds
 
     def zeros(self, spec: TensorSpec, dims: Dims) -> Tensor:

@@ -17,7 +17,7 @@ from esper_ir.diagnostics import EsperError
 from runtime import node
 from runtime.dispatch import native_lookup
 from runtime.errors import fail
-from runtime.executor import READY_LIMIT, Counters, Dims, Program, Ready
+from runtime.executor import NOTHING, READY_LIMIT, Counters, Dims, Program, Ready
 from runtime.memo import Memo
 from runtime.watch import Watched
 
@@ -126,9 +126,11 @@ class Gradients:
             if tensor.shape != shape or tensor.dtype is not dtype or tensor.get_device() != index:
                 raise not_as_saved(self.program.artifact_id, name, tensor, shape, dtype)
         low = 15 if index >= 0 else 0
-        for tensor in slots:
-            if tensor is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() & low:
-                slots = self.program.backward_feeds(dims, saved, cotangents, self.counters)
+        for at, tensor in enumerate(slots):
+            if tensor is None and at not in ready.layout.read:
+                slots[at] = NOTHING
+            elif tensor is None or not tensor.is_contiguous() or tensor.is_neg() or tensor.data_ptr() & low:
+                slots = self.program.backward_feeds(dims, saved, cotangents, ready.layout.read, self.counters)
                 break
         ready(slots)
         self.counters.launches += ready.launches
@@ -173,9 +175,7 @@ class State:
         key = tuple([t.shape for t in tensors])
         dims = self.program.admit(tensors, self.counters)
         found = (self.ready("forward" if asked else "inference", dims), asked)
-        # A tensor of one element is contiguous under any stride, so it may be a lazily negated view:
-        # always look.
-        if self._debug or any(t.numel() == 1 for t in tensors):
+        if self._debug:
             return found
         pair = self.memo.get(key)
         if pair is None:
@@ -195,6 +195,15 @@ class State:
         """Kernels that `runtime/_node.cpp` launched for this block."""
         return 0 if self.node is None else node.launches(self.node)
 
+    def copied(self) -> int:
+        """Copies it made of cotangents that were not dense."""
+        return 0 if self.node is None else node.copies(self.node)
+
+    def tally(self, counters: Counters) -> None:
+        """Before this state is left: what was counted there."""
+        counters.launches += self.launched()
+        counters.copies += self.copied()
+
 
 def python_lookup(
     hot: dict[Any, list[Any]],
@@ -209,7 +218,8 @@ def python_lookup(
     for tensor, dtype in zip(tensors, dtypes, strict=False):
         if tensor.__class__ not in plain or tensor.dtype is not dtype:
             return None
-        if tensor.get_device() != index or not tensor.is_contiguous():
+        # A tensor of one element is contiguous under any stride, so it may be a lazily negated view.
+        if tensor.get_device() != index or not tensor.is_contiguous() or tensor.is_neg():
             return None
         if (
             tensor.data_ptr() & 15 if index >= 0 else not tensor.is_cpu

@@ -56,8 +56,8 @@ class ExternCall:
 @dataclass(frozen=True)
 class Layout:
     """`feeds` slots come first (what the caller passes), then `given` (buffers the caller provides), then
-    `fresh`. `expected`: (slot, name, shape, dtype) of every buffer that a caller passes. `workspace` in
-    bytes."""
+    `fresh`. `expected`: (slot, name, shape, dtype) of every buffer that a caller passes; `read`: those
+    slots of it that the plan reads or hands on. `workspace` in bytes."""
 
     feeds: int
     given: tuple[int, ...]
@@ -68,6 +68,7 @@ class Layout:
     gradients: tuple[int, ...]
     workspace: int
     expected: tuple[tuple[int, str, tuple[int, ...], str], ...]
+    read: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def lay_out(
         tuple(slot[n] for n in plan.gradients),
         placer.size,
         placer.expected(),
+        placer.read,
     )
 
 
@@ -138,6 +140,10 @@ class _Placer:
         self.places: list[tuple[int, int]] = [(-1, 0)] * len(plan.buffers)
         own = _own_memory(plan, separate)
         packed = [n for n in range(len(plan.buffers)) if not self._place_alone(n, own)]
+        self.life = _lives(plan)
+        used = {*self.life, *plan.outputs, *plan.saved, *plan.gradients}
+        self.read = frozenset(self.places[n][0] for n in used if plan.buffers[n].source in FEEDS)
+        self.nullable |= set(range(self.feeds)) - self.read
         self._pack(packed)
         self.slots = self.feeds + len(given) + len(self.fresh)
 
@@ -183,7 +189,7 @@ class _Placer:
         lie first."""
         if not numbers:
             return
-        offsets, life = {}, _lives(self.plan)
+        offsets, life = {}, self.life
         for number in sorted(numbers, key=lambda n: self.plan.buffers[n].source != "zeroed"):
             zeroed = self.plan.buffers[number].source == "zeroed"
             span = (0, len(self.plan.steps)) if zeroed else life.get(number, (0, 0))

@@ -25,7 +25,7 @@ from runtime.errors import fail
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "_node.cpp"
 BUILD_SECONDS = 600
-FORMAT = 2  # of what is passed to it, as in `runtime/_node.cpp`
+FORMAT = 4  # of what is passed to it, as in `runtime/_node.cpp`
 
 
 def file_name() -> str:
@@ -77,8 +77,15 @@ def _absent(*args: Any) -> Any:
 
 call = _absent if _module is None else _module.call
 learn = _absent if _module is None else _module.learn
+copies = _absent if _module is None else _module.copies
 launches = _absent if _module is None else _module.launches
 perform = _absent if _module is None else _module.perform
+execute = _absent if _module is None else _module.execute
+
+
+def prepare(parts: Any, fresh: Any, given: int, index: int) -> Any:
+    """A plan by itself for `execute`, or None where Python runs it."""
+    return _module.prepare(parts, fresh, given, index) if available() else None
 
 
 def build(compiler: str = "") -> Path:

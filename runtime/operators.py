@@ -274,8 +274,8 @@ def _backward(
         saved[at] = saved[at].view([evaluate(s, values) for s in spec.shape])
     if turned:
         cotangents = [c.permute(NHWC) if c is not None and c.dim() == 4 else c for c in cotangents]
-    slots = program.backward_feeds(dims, saved, cotangents)
     ready = program.ready("backward", dims, tuple(order))
+    slots = program.backward_feeds(dims, saved, cotangents, ready.layout.read)
     ready(slots)
     program.counters.launches += ready.launches
     slot = dict(zip(ready.plan.wanted, ready.layout.gradients, strict=True))

@@ -47,7 +47,7 @@ def survived(error: EsperError) -> bool:
 
 def broken(state: State, error: EsperError) -> State:
     """A state whose every call meets the same refusal before anything is launched."""
-    state.counters.launches += state.launched()
+    state.tally(state.counters)
     made = State(state.program, state.counters)
     made.node, made.gradients = None, state.gradients
 

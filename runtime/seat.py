@@ -55,13 +55,30 @@ class Place:
 
     def quickly(self, module: nn.Module) -> Tensor:
         """The same past `nn.Module.__getattr__`, which a trace must see and a call need not."""
-        at: Any = module
-        for part in self.owners:
-            at = at._modules[part]
+        at = owner_of(module, self.owners)
         value = at._parameters.get(self.name)
-        if value is None or self.order or "base_layer" in at._modules:
+        if value is None:
+            value = at._buffers.get(self.name)
+        if value is None or "base_layer" in at._modules:
             return self.of(module)
-        return value
+        return value.permute(self.order) if self.order else value
+
+
+def owner_of(module: nn.Module, names: tuple[str, ...]) -> Any:
+    """A submodule past `nn.Module.__getattr__`."""
+    at: Any = module
+    for name in names:
+        at = at._modules[name]
+    return at
+
+
+@dataclass(frozen=True)
+class Update:
+    """A buffer of a module that a step moves, and the number of the block's output that it becomes."""
+
+    owners: tuple[str, ...]
+    name: str
+    output: int
 
 
 class Seat:
@@ -93,6 +110,7 @@ class Seat:
         self.folds = True
         self.mode = "always"
         self.updates: Mapping[str, int] = {}
+        self.moves: tuple[Update, ...] = ()  # the same, once settled
         self.eager_calls = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -180,6 +198,7 @@ class Seat:
     def settle(self) -> None:
         """Called when nothing about the seat changes any more."""
         self.simple = not (self.channels_last or self.updates or self.draws)
+        self.moves = self._taken_apart()
 
     def _folded(self, at: int, value: Tensor, lead: dict[str, tuple[int, ...]]) -> Tensor:
         if self.channels_last and value.dim() == 4:
@@ -200,19 +219,24 @@ class Seat:
         if not _is_compiling() and recomputing():
             return
         buffers: list[Tensor] = []
+        values: list[Tensor] = []
         counts: list[Tensor] = []
-        for name in self.updates:
-            path, _, last = name.rpartition(".")
-            owner = module.get_submodule(path)
-            buffers.append(getattr(owner, last))
-            steps = owner._buffers.get("num_batches_tracked")
-            if last == "running_mean" and steps is not None:
+        for move in self.moves or self._taken_apart():
+            held = owner_of(module, move.owners)._buffers
+            buffer, value = held[move.name], outputs[move.output]
+            buffers.append(buffer)
+            values.append(value if value.shape == buffer.shape else value.reshape(buffer.shape))
+            steps = held.get("num_batches_tracked")
+            if move.name == "running_mean" and steps is not None:
                 counts.append(steps)  # torch's norms count beside their statistics, and no blueprint reads it
         with torch.no_grad():  # all at once: a launch for each would cost as much as the block
-            values = [outputs[at] for at in self.updates.values()]
-            _lists._foreach_copy_(buffers, [v.reshape(b.shape) for b, v in zip(buffers, values, strict=True)])
+            _lists._foreach_copy_(buffers, values)
             if counts:
                 _lists._foreach_add_(counts, 1)
+
+    def _taken_apart(self) -> tuple[Update, ...]:
+        split = [(name.split("."), at) for name, at in self.updates.items()]
+        return tuple(Update(tuple(parts[:-1]), parts[-1], at) for parts, at in split)
 
     def report(self) -> dict[str, Any]:
         """The block's report, and what answers in its place."""

@@ -119,6 +119,7 @@ def same(plain: Layout, quick: Quick) -> None:
         "gradients",
         "workspace",
         "expected",
+        "read",
         "parts",
     ):
         assert getattr(layout, name) == getattr(plain, name), name

@@ -11,6 +11,7 @@ import torch
 from esper_ir.diagnostics import EsperError
 from library.launch import Argument, Bound, Buffer, Guard, LaunchManifest, Plan, Variant
 from runtime.dispatch import native_available
+from runtime.executor import NOTHING
 from tests.runtime import artifacts as a
 
 BOTH = pytest.mark.parametrize(
@@ -111,6 +112,37 @@ def test_non_dense_inputs_are_copied_once_and_counted() -> None:
     negated = torch.randn(6, a.N, dtype=torch.complex64).conj().imag
     for _ in range(2):
         assert negated.is_neg() and torch.equal(p.run(plan, [negated, w])[0], negated * w)
+
+
+@BOTH
+def test_a_cotangent_that_no_step_reads_is_not_made(
+    native: bool,
+) -> None:
+    """As of results that update statistics: zeros for it would be written and read by nobody. One that is
+    handed on as a gradient is made."""
+    plans = a.scale().plans
+    back = next(p for p in plans if p.phase == "backward" and set(p.wanted) == {"x", "w"})
+    flow = next(b for b in back.buffers if b.source == "cotangent")
+    more = [replace(flow, name=name, index=at) for at, name in enumerate(("unread", "handed"), 1)]
+    count = len(back.buffers)
+    back = replace(
+        back,
+        buffers=(*back.buffers, *more),
+        wanted=(*back.wanted, "r"),
+        gradients=(*back.gradients, count + 1),
+    )
+    outputs = [replace(a.INTERFACE.outputs[0], name=n) for n in ("y", "unread", "handed")]
+    interface = replace(a.INTERFACE, outputs=tuple(outputs))
+    p = a.program(LaunchManifest(interface, (plans[0], plans[1], back), a.KERNELS), native=native)
+    ready = p.ready("backward", (5,), back.wanted)
+    kept = p.saved_count
+    assert {kept, kept + 2} <= ready.layout.read and kept + 1 not in ready.layout.read
+    x, w, g = torch.randn(5, a.N), torch.randn(a.N), torch.randn(5, a.N)
+    slots = ready(p.backward_feeds((5,), [x, w], [g, None, None], ready.layout.read))
+    dx, dw, dr = (slots[i] for i in ready.layout.gradients)
+    torch.testing.assert_close(dw, (g * x).sum(0))
+    assert torch.equal(dx, g * w) and not dr.any() and dr.shape == g.shape
+    assert slots[kept + 1] == NOTHING
 
 
 def test_refusals_name_tensor_and_range() -> None:

@@ -23,6 +23,7 @@ from forge.templates.extern import _scalars
 from library.launch import Buffer, DimSource, ExternStep, Interface, LaunchManifest, Plan, TensorSpec, View
 from runtime import node, timing
 from runtime.calls import NONDETERMINISTIC
+from runtime.executor import Extern, Ready
 from runtime.externs import dense, prepare
 from tests.esper_ir.cases import whole_graph
 from tests.runtime import artifacts as a
@@ -177,10 +178,22 @@ def both(put: Put, request: pytest.FixtureRequest) -> Pair:
     mark = request.param.encode().hex().ljust(64, "0")
     name = put(launch, blueprint={"id": mark, "name": request.param, "interface": mark, "text": text})
     with_node, without = (runtime.load(name, functional=True) for _ in range(2))
-    without._state.node = None
+    by_python(without)
     given = leaves(request.param)
     with_node(*given)
     return with_node, without, given
+
+
+def by_python(block: runtime.Block) -> None:
+    """From now on neither its calls nor its plans go through the node."""
+    program = block.program
+
+    def ready(phase: str, dims: tuple[int, ...], wanted: tuple[str, ...] = ()) -> Ready:
+        made = program.prepare(program.plan_for(phase, dims, wanted), dims)
+        made._node = False
+        return made
+
+    block._state.node, block._state.ready, block._state.gradients.ready = None, ready, ready
 
 
 def gradients(block: runtime.Block, given: Leaves) -> list[Tensor]:
@@ -205,6 +218,45 @@ def test_calls_and_kernels_are_made_there_and_counted_alike(both: Pair) -> None:
     with torch.no_grad():
         block(*given)  # teaches
         assert launched(block, lambda: block(*given)) > 0
+
+
+def test_plans_by_themselves_give_the_same(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the operators run them inside compiled programs: library calls without the interpreter."""
+    block, plain, given = both
+    want = gradients(plain, given)
+    program = block.program
+    forward, back = (next(p for p in program.launch.plans if p.phase == n) for n in ("forward", "backward"))
+    flow = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1))
+    by_hand: list[str] = []
+    was = Extern.__call__
+    monkeypatch.setattr(
+        Extern, "__call__", lambda self, *a: by_hand.append(self.call.step.op) or was(self, *a)
+    )
+    y, *saved = program.run(forward, [t.detach() for t in given])
+    dims = program.dims_of([t.shape for t in given])
+    assert all(map(torch.equal, (y, *program.run(back, [*saved, flow], dims=dims)), want)) and not by_hand
+    strange = [t.detach() for t in given]
+    strange[0] = strange[0].neg()._neg_view()  # copied before it gets there
+    assert torch.equal(program.run(forward, strange)[0], y) and not by_hand
+    monkeypatch.setattr(node, "execute", lambda *_: False)
+    assert torch.equal(program.run(forward, strange)[0], y) and by_hand
+
+
+def test_a_plan_by_itself_takes_only_what_it_may_read(both: Pair) -> None:
+    block, _, given = both
+    ready = block.program.ready("inference", block.program.dims_of([t.shape for t in given]))
+    feeds = [t.detach() for t in given]
+    ready(list(feeds))
+    plan = ready._node
+    if plan is False:
+        pytest.skip("kernels only")
+    for wrong in ([*feeds[1:]], [0, *feeds[1:]], [feeds[0].to("meta"), *feeds[1:]], tuple(feeds)):
+        assert node.execute(plan, wrong) is False
+    slots = list(feeds)
+    assert node.execute(plan, slots) and len(slots) > len(feeds)
+    for made in (None, 7, feeds):
+        with pytest.raises((TypeError, ValueError)):
+            node.execute(made, slots)
 
 
 @pytest.mark.parametrize("asked", [(True, True, True), (True, False, False), (False, False, True)])

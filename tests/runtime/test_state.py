@@ -24,7 +24,8 @@ from esper_ir.text import parse, render
 from esper_ir.verify import typed, verify
 from forge.service import compile_file
 from library.store import Library
-from runtime import loader
+from runtime import binding, functions, loader, node
+from runtime.executor import Program
 from runtime.swapping import Fit, swap
 from tests.runtime.shelf import SIDE, dropped_blueprint, norm_relu_blueprint
 from tests.runtime.test_executor import refusal
@@ -62,6 +63,52 @@ def test_statistics_move_once_a_step(ids: dict[str, str], how: str, of: str) -> 
         torch.testing.assert_close(y, want, **CLOSE)
     for buffer in ("running_mean", "running_var"):
         torch.testing.assert_close(getattr(block, buffer), getattr(wanted, buffer), **CLOSE)
+
+
+@pytest.mark.skipif(not node.available(), reason=f"the autograd node is not here ({node.state()})")
+def test_a_block_with_statistics_stays_out_of_the_interpreter(
+    ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a leaf of one element, results whose gradient nobody asks for, and an expanded cotangent."""
+    fn, leaves = runtime.load(ids["norm_relu"], functional=True), runtime.load(ids["norm_relu"]).own_leaves()
+    x = torch.randn(4, PIXELS, PIXELS, CHANNELS, requires_grad=True)
+
+    def step(*tensors: Tensor) -> list[Tensor]:
+        y, *moved = fn(*tensors)
+        asked = [t for t in tensors if t.requires_grad]
+        return [y, *moved, *torch.autograd.grad(y.sum(), asked)]
+
+    want = step(x, *leaves)
+    copies = fn.report()["counters"]["copies"]
+    slow: list[str] = []
+    for kind, name in ((runtime.Block, "_call"), (functions.Gradients, "_run"), (Program, "zeros")):
+        was = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *a, was=was, name=name: slow.append(name) or was(*a))
+    assert all(map(torch.equal, step(x, *leaves), want)) and not slow
+    assert fn.report()["counters"]["copies"] == copies + 1
+    *others, momentum = leaves
+    negated = torch.complex(momentum, -momentum).conj().imag  # of one element: contiguous all the same
+    assert momentum.numel() == 1 and negated.is_neg() and negated.is_contiguous()
+    assert all(map(torch.equal, step(x, *others, negated), want)) and slow
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_lazily_negated_leaf_of_one_element(
+    ids: dict[str, str], monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Calls of these shapes are known, and the memory of this tensor holds another number."""
+    fn, leaves = runtime.load(ids["norm_relu"], functional=True), runtime.load(ids["norm_relu"]).own_leaves()
+    fn._state.node = None
+    if not native:
+        monkeypatch.setattr(binding, "lookup", functions.python_lookup)
+    x = torch.randn(4, PIXELS, PIXELS, CHANNELS)
+    *others, momentum = leaves
+    want = [fn(x, *others, momentum) for _ in range(2)][1]
+    negated = torch.complex(momentum, -momentum).conj().imag
+    assert all(map(torch.equal, fn(x, *others, negated), want))
+    slots = [x, *others, negated]
+    fn.program.admit(slots)
+    assert not slots[-1].is_neg()
 
 
 def test_evaluation_leaves_statistics_alone(ids: dict[str, str]) -> None:
