@@ -83,7 +83,8 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Over attribute `dims` (tuple of non-negative ints), `keepdim`. `combine`: sum, max, min, prod.
+    """Over attribute `dims` (tuple of non-negative ints), `keepdim`. `combine`: sum, max, min, prod, squares
+    (the sum of squared differences from the mean).
 
     Accumulates in float32 (float64 for float64); `mean` divides the sum by the number of elements reduced.
     """

@@ -254,7 +254,8 @@ def terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
     """Elements that a node adds up into one of its results; 1 where it adds none."""
     lowering = lookup(node.op).lowering
     first = graph.types.get(node.tensors[0]) if node.tensors else None
-    if isinstance(lowering, Reduction) and first is not None and lowering.combine in ("sum", "prod"):
+    adds = isinstance(lowering, Reduction) and lowering.combine in ("sum", "prod", "squares")
+    if adds and first is not None:
         return max(1, math.prod(first.shape[d].value(sizes) for d in node.attr("dims")))
     if isinstance(lowering, Contraction) and first is not None:
         return max(1, first.shape[-1].value(sizes))

@@ -22,12 +22,14 @@ ZERO = Dim()
 class Body:
     """Accesses (strides over the group's space) and statements, plus what is left for a second stage.
 
-    `partials`: column reduction node -> name of its workspace buffer.
+    `partials`: column reduction node -> name of its workspace buffer; `means`: for squares about a mean,
+    those of the sums and of what the rounded means leave.
     """
 
     accesses: list[Access] = field(default_factory=list)
     stmts: list[Stmt] = field(default_factory=list)
     partials: dict[str, str] = field(default_factory=dict)
+    means: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class BodyBuilder:
@@ -41,6 +43,7 @@ class BodyBuilder:
         self.body = Body()
         self.names: dict[str, str] = {}
         self.loaded: dict[Access, str] = {}
+        self.added: dict[tuple[str, str], tuple[str, str]] = {}
         self.producers = {n.id: n for n in graph}
 
     def build(self) -> Body:
@@ -113,16 +116,34 @@ class BodyBuilder:
         assert isinstance(low, Reduction)
         column = node.id in self.group.columns
         source = self.source(node)
-        name = self.add(lambda n: Reduce(n, source, low.combine, "col" if column else "row"))
-        if column:
-            buffer = f"{node.id}:partial"
-            shape = self.graph.types[node.tensors[0]].dtype.compute
-            strides = (ZERO,) * (len(self.group.space) - 1) + (ONE,)
-            self.body.accesses.append(Access(buffer, shape, strides, partial=True))
-            self.body.stmts.append(Store(len(self.body.accesses) - 1, name))
-            self.body.partials[node.id] = buffer
+        if not column:
+            name = self.add(lambda n: Reduce(n, source, low.combine, "row"))
+            self.names[node.id] = finish_reduction(node, self.graph, name, self.add, self.size)
             return
-        self.names[node.id] = finish_reduction(node, self.graph, name, self.add, self.size)
+        kind = self.graph.types[node.tensors[0]].dtype.compute
+        if low.combine != "squares":
+            self.body.partials[node.id] = self._column(source, low.combine, f"{node.id}:partial", kind)[1]
+            return
+        total, sums = self._column(source, "sum", f"{node.id}:sums", kind, again=False)
+        rests = self._column(source, "rest", f"{node.id}:rests", kind, total, again=False)[1]
+        self.body.means[node.id] = sums, rests
+        squares = self._column(source, "squares", f"{node.id}:partial", kind, total, again=False)
+        self.body.partials[node.id] = squares[1]
+
+    def _column(
+        self, source: str, combine: str, buffer: str, kind: DType, total: str = "", again: bool = True
+    ) -> tuple[str, str]:
+        """A reduction down the columns and its partial rows: (its name, the buffer). Without `again` those
+        that are there already.
+        """
+        if again or (source, combine) not in self.added:
+            name = self.add(lambda n: Reduce(n, source, combine, "col", (total,) if total else ()))
+            strides = (ZERO,) * (len(self.group.space) - 1) + (ONE,)
+            self.body.accesses.append(Access(buffer, kind, strides, partial=True))
+            self.body.stmts.append(Store(len(self.body.accesses) - 1, name))
+            self.added.setdefault((source, combine), (name, buffer))
+            return name, buffer
+        return self.added[source, combine]
 
     def _scan(self, node: Node) -> None:
         low = OPS[node.op].lowering

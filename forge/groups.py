@@ -229,6 +229,8 @@ class Matcher:
             )
         kept = [a for i, a in enumerate(source) if i not in dims]
         both = {"row", "col"} == self._kinds(group) | {"row" if over else "col"}
+        if "squares" in self._combines(group) | {low.combine} and (both or over):
+            return Rejected("combine", "squares about a mean are made down the columns alone")
         if both and _long(group.space[split:]):
             return Rejected(
                 "length", "row and column reductions need the row in registers, and it is too long"
@@ -245,6 +247,11 @@ class Matcher:
         """Directions in which the group reduces already."""
         reducing = [n for n in group.nodes if lowering_kind(n) == "reduction"]
         return {"col" if n.id in group.columns else "row" for n in reducing}
+
+    def _combines(self, group: Group) -> set[str]:
+        """What the group's reductions make."""
+        lows = (OPS[n.op].lowering for n in group.nodes)
+        return {low.combine for low in lows if isinstance(low, Reduction)}
 
     def join(self, group: Group, node: Node, placement: Placement) -> None:
         """Put the node in; the placement comes from `place`."""
@@ -292,7 +299,7 @@ class Matcher:
 
 # Elements of one row that stay in registers; beyond it a row is swept in blocks.
 WHOLE_ROW = 16384
-COMBINES = ("sum", "max", "min")
+COMBINES = ("sum", "max", "min", "squares")
 
 
 def _long_axes(space: tuple[Dim, ...]) -> list[int]:

@@ -20,6 +20,7 @@ from forge.passes.convolution import bias_inside
 from forge.passes.depthwise import depthwise
 from forge.passes.fold import fold
 from forge.passes.heads import heads_inside
+from forge.passes.moments import one_reading, two_readings
 from forge.passes.phases import Phase, backward_phase, choose_saved, forward_phases
 from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
@@ -73,7 +74,8 @@ def canonicalise(work: Work) -> Work:
 
 
 def _plain(graph: Graph, apart: bool = False) -> Graph:
-    return eliminate_dead(merge_equal(carry(fold(straighten(expand(graph)))), apart=apart))
+    plain = merge_equal(carry(fold(straighten(two_readings(expand(graph))))), apart=apart)
+    return eliminate_dead(one_reading(plain))
 
 
 def differentiate(work: Work) -> Work:

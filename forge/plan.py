@@ -60,15 +60,15 @@ class Compute:
 
 @dataclass(frozen=True)
 class Reduce:
-    """`axis` "row": over the columns, one value per row. "col": over the rows of the program, one value per
-    column.
-    `combine`: sum, max, min. The result is in the compute dtype of the argument.
+    """`axis` "row": over the columns; "col": over the program's rows. `combine`: sum, max, min; down columns
+    squares and rest, with values `about` (forge/partials.py). The result has the argument's compute dtype.
     """
 
     name: str
     arg: str
     combine: str
     axis: str
+    about: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def _stmt(s: Stmt, accesses: tuple[Access, ...]) -> str:
     if isinstance(s, Store):
         return f"store {_access(accesses[s.access])} = {s.value}"
     if isinstance(s, Reduce):
-        return f"{s.name} = {s.axis}_{s.combine}({s.arg})"
+        return f"{s.name} = {s.axis}_{s.combine}({', '.join((s.arg, *s.about))})"
     if isinstance(s, Scan):
         return f"{s.name} = {'reverse ' if s.reverse else ''}{s.combine}_scan({', '.join(s.args)})"
     return f"{s.name}: {s.dtype.value} = {render(s.expr, lambda i: s.args[i])}"

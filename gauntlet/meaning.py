@@ -220,7 +220,7 @@ def _rounds(node: Node) -> bool:
     """Movement, selection and comparison do not; nor does a largest or smallest element."""
     lowering = lookup(node.op).lowering
     if isinstance(lowering, Reduction):
-        return lowering.combine in ("sum", "prod")
+        return lowering.combine in ("sum", "prod", "squares")
     if isinstance(lowering, Pointwise):
         return node.op not in EXACT
     return not isinstance(lowering, Movement | Creation | Lookup)

@@ -220,6 +220,25 @@ def _expand_std(emit: Emit, inputs: Sequence[Operand], attrs: Attrs) -> Sequence
     return (to(emit, emit("sqrt", _variance(emit, up(emit, x), attrs)), x.type.dtype),)
 
 
+def _squared_deviations(inputs: Sequence[Any], attrs: Attrs) -> tuple[Any, ...]:
+    """In the compute type, two passes."""
+    x = inputs[0] if inputs[0].dtype is torch.float64 else inputs[0].float()
+    away = x - x.mean(attrs["dims"], keepdim=True)
+    return (away.square().sum(attrs["dims"], keepdim=attrs["keepdim"]).to(inputs[0].dtype),)
+
+
+def _vjp_squares(
+    emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
+) -> Cotangents:
+    """2 (x - mean): what the mean itself changes cancels."""
+    g, x = cotangents[0], only(inputs)
+    if g is None or not wanted[0]:
+        return [None]
+    g = up(emit, restore(emit, g, x.type, attrs["dims"], attrs["keepdim"]))
+    away = _centred(emit, up(emit, x), attrs["dims"])
+    return [to(emit, emit("mul", away, emit("mul", g, 2.0)), x.type.dtype)]
+
+
 def _vjp_spread(root: bool) -> Any:
     """d var = 2 (x - mean) / (n - correction); d std = (x - mean) / ((n - correction) std), 0 where std is
     0.
@@ -307,6 +326,12 @@ OPS = (
         samples=tuple(Sample((TensorType.of(d, s),), {}, 0.7, 1.3) for d, s in (
             ("float32", (5, 7)), ("float32", (3, 1)), ("float64", (5, 7)), ("int64", (2, 3)))),
         doc="torch.prod of every row of a matrix, as a primitive in the compute type",
+    ),
+    OpDef(
+        name="squared_deviations", infer=_infer_one, reference=_squared_deviations, vjp=_vjp_squares,
+        lowering=Reduction("squares"), samples=SPREAD, arity=(1, 1), params=(DIMS, KEEPDIM),
+        cost=lambda i, o, a: _cost(i, o, a) * 3, resolve=resolve_dims,
+        doc="sum of (x - mean(x))^2 over dims: what var divides by n - correction, as a primitive",
     ),
     _composite("var", _expand_var, _vjp_spread(False), SPREAD, (CORRECTION,), _spread("var")),
     _composite("std", _expand_std, _vjp_spread(True), SPREAD, (CORRECTION,), _spread("std")),

@@ -17,6 +17,7 @@ from forge.emit.c_across import across_tile
 from forge.emit.c_expr import REGISTER, Block, Term
 from forge.emit.c_kept import Kept
 from forge.emit.c_math import preamble
+from forge.emit.c_moments import Sets, about_means
 from forge.emit.c_reduce import Column, Lanes, combined, identity, lane_loop
 from forge.emit.c_scan import scan_tile
 from forge.emit.c_text import Lines, Scope, Text, braces, by_runs, flush, indent, simd
@@ -86,7 +87,8 @@ def _row_tile(text: Text) -> Lines:
             lines += flush(row)
         loop = [*kept.declare(), *text.each_row(lines)]
     declared = [line for column in columns.values() for line in column.declare()]
-    return text.parallel([*declared, *_program_rows(tile, loop)])
+    again = about_means(text, columns, before)
+    return text.parallel([*declared, *_program_rows(tile, loop), *again])
 
 
 def _program_rows(tile: RowTile, loop: Lines) -> Lines:
@@ -151,7 +153,7 @@ def _sweep(
         if at == number:
             inner.block.lines.append(f"{kept.arrays[name][0]}[j] = {inner.values[name].text};")
     for reduce in phase.reduces:
-        if reduce.axis == "col":
+        if reduce.axis == "col" and not reduce.about:
             inner.block.lines.append(columns[reduce.name].add(inner.values[reduce.arg]))
     body = [*inner.block.lines, *(lane.add(inner.values[lane.arg]) for lane in lanes)]
     for reduce, lane in zip((r for r in phase.reduces if r.axis == "row"), lanes, strict=True):
@@ -198,26 +200,35 @@ def _sum_tile(text: Text) -> Lines:
     reduces = [s for s in text.plan.body if isinstance(s, Reduce)]
     if len(text.plan.space) != 2 or any(r.axis != "col" for r in reduces):
         raise text.refuse("a SumTile adds over (parts, cols)")
-    adds, after = _split_sum(text.plan.body, {r.arg for r in reduces})
+    adds, after = _split_sum(text.plan.body, {name for r in reduces for name in (r.arg, *r.about)})
     lines, finish = [], Block()
     row = Scope(Block(), {}, text.index(None))
+    text.statements((s for s in adds if "c" not in _axes(text, s)), row)
     inner = row.inner(text.index("j"))
-    text.statements(adds, inner)
+    text.statements((s for s in adds if "c" in _axes(text, s)), inner)
     last = Scope(finish, {}, text.index("j", row=False))
+    each = [*text.row_indices("i"), *text.offsets(), *row.block.lines]
     for number, reduce in enumerate(reduces):
         kind, place = text.dtypes[reduce.name], f"s{number}[j - start]"
         lines += [f"{REGISTER[kind]} s{number}[{tile.block_cols}];"]
-        lines += simd("start", "end", [f"{place} = {identity(reduce.combine, kind)};"])
-        added = combined(reduce.combine, kind, place, inner.values[reduce.arg].text)
-        inner.block.lines.append(f"{place} = {added};")
+        clear, sets = [f"{place} = {identity(reduce.combine, kind)};"], Sets(number, kind)
+        if reduce.about:
+            lines += sets.begin(tile.block_cols)
+            clear += sets.clear()
+            each += sets.row(inner.values[reduce.about[0]].text)
+            parts = (inner.values[name].text for name in (reduce.arg, *reduce.about[1:]))
+            inner.block.lines += sets.add(place, *parts)
+        else:
+            added = combined(reduce.combine, kind, place, inner.values[reduce.arg].text)
+            inner.block.lines.append(f"{place} = {added};")
+        lines += simd("start", "end", clear)
         last.values[reduce.name] = finish.let(kind, place)
     text.statements(after, last)
     step = tile.block_cols
-    body = [*text.row_indices("i"), *text.offsets(), *simd("start", "end", inner.block.lines)]
     program = [
         f"const int64_t start = p * {step}, end = start + {step} < cols ? start + {step} : cols;",
         *lines,
-        *braces("for (int64_t i = 0; i < rows; i++)", body),
+        *braces("for (int64_t i = 0; i < rows; i++)", [*each, *simd("start", "end", inner.block.lines)]),
         *simd("start", "end", finish.lines),
     ]
     return text.parallel(program)

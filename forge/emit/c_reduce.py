@@ -13,8 +13,8 @@ LANES = 32
 
 
 def identity(combine: str, kind: DType) -> str:
-    if combine in ("sum", "prod"):
-        return "0" if combine == "sum" else "1"
+    if combine in ("sum", "prod", "squares", "rest"):
+        return "1" if combine == "prod" else "0"
     if kind.is_floating:
         return "-__builtin_inff()" if combine == "max" else "__builtin_inff()"
     bits = kind.itemsize * 8

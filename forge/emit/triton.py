@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from esper_ir.types import Dim
 from forge.band import BandTile
+from forge.emit import triton_moments as moments
 from forge.emit.triton_band import bands
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_chain import chains, dot_operand
@@ -31,6 +32,7 @@ from forge.plan import (
     ScanTile,
     Store,
     SumTile,
+    needed,
 )
 
 
@@ -91,27 +93,42 @@ def _sums(k: Kernel, tile: SumTile) -> None:
     )
     w.line(f"col_ok = col < {dim_text(cols)}")
     reduces = [s for s in k.plan.body if isinstance(s, Reduce)]
-    feeding = {r.arg for r in reduces}
+    feeding = {name for r in reduces for name in (r.arg, *r.about)}
+    early = needed(k.plan, dict.fromkeys(k.axes, "c"), feeding)
     shape = f"[{tile.block_parts}, {tile.block_cols}]"
     for r in reduces:
         w.line(
             f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
             f" {TRITON_TYPE[k.dtypes[r.name]]})"
         )
+    moments.begin(k, reduces, shape, f"[{tile.block_parts}, 1]")
     with w.block(f"for start in tl.range(0, {dim_text(parts)}, {tile.block_parts}):"):
         w.line(f"row = start + tl.arange(0, {tile.block_parts})[:, None]")
         w.line(f"ok = (row < {dim_text(parts)}) & col_ok")
-        for s in k.plan.body:
-            if isinstance(s, Load) and s.name in feeding:
-                k.load(s, ["row", "col"], "ok")
-        for r in reduces:
-            value = masked(r.arg, "ok", identity(r.combine, k.dtypes[r.name]))
-            w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
+        for s in early:
+            statement(k, s, ["row", "col"], {"r": "ok"})
+        _add_parts(k, reduces, f"row < {dim_text(parts)}")
     for r in reduces:
+        if r.combine == "squares":
+            moments.end_sets(k, r)
+            continue
         w.line(f"{r.name} = tl.reduce({r.name}_acc, 0, {COMBINE[r.combine]}, keep_dims=True)")
     for s in k.plan.body:
-        if not isinstance(s, Reduce) and not (isinstance(s, Load) and s.name in feeding):
+        if not isinstance(s, Reduce) and s not in early:
             statement(k, s, ["0", "col"], {"r": "", "c": "col_ok"})
+
+
+def _add_parts(k: Kernel, reduces: list[Reduce], exists: str) -> None:
+    """A block of partial rows to what each of its rows has."""
+    counts = [r.about[0] for r in reduces if r.about]
+    moments.share(k, reduces, f"tl.where({exists}, {counts[0]}, 0)" if counts else "")
+    for r in reduces:
+        value = masked(r.arg, "ok", identity(r.combine, k.dtypes[r.name]))
+        if r.combine == "squares":
+            moments.merge(k, r, r.about[1], r.about[2], value)
+        else:
+            k.w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
+    moments.count(k, reduces)
 
 
 # MatmulTile ---------------------------------------------------------------------------------------

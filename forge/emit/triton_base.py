@@ -29,7 +29,7 @@ _BITS = {DType.int64: 63, DType.int32: 31, DType.int16: 15, DType.int8: 7}
 
 def identity(combine: str, dtype: DType) -> str:
     """What changes nothing when combined, in the type of the accumulator."""
-    if combine == "sum":
+    if combine in ("sum", "squares"):
         return "0.0" if dtype.is_floating else "0"
     if dtype.is_floating:
         return 'float("-inf")' if combine == "max" else 'float("inf")'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forge.emit import triton_moments as moments
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
@@ -72,12 +73,13 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     sums = [s for s in k.plan.body if isinstance(s, Reduce) and s.axis == "col"]
     # The rows of a block are added at once where that needs no exchange between warps.
     folded = tile.warps == 1 or tile.warps * 32 * VECTOR <= block
-    for s in sums:
-        shape = f"[{1 if folded else tile.block_rows}, {block}]"
+    shape = f"[{1 if folded else tile.block_rows}, {block}]"
+    for s in (s for s in sums if s.combine != "rest"):
         w.line(
             f"{s.name}_acc = tl.full({shape}, {identity(s.combine, k.dtypes[s.name])},"
             f" {TRITON_TYPE[k.dtypes[s.name]]})"
         )
+    moments.begin(k, sums, shape, f"[{1 if folded else tile.block_rows}, 1]")
     finished = {s.name for s in sums}
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
     _loop(k, tile, work, col_mask, folded)
@@ -100,14 +102,14 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
     head = _blocks(k, tile)
     if head is None:
         _row_lines(k, tile, "0")
-        _block(k, work, {**_row_mask(k, tile), **col_mask}, folded)
+        _block(k, work, {**_row_mask(k, tile), **col_mask}, folded, _first_row(tile, "0"))
         return
     loads = ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
     if not loads:
         with k.w.block(head):
             _row_lines(k, tile, "i")
-            _block(k, work, {"r": "row_ok", **col_mask}, folded)
+            _block(k, work, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
         return
     _row_lines(k, tile, "0")
     fetch(k, loads, "", {"r": "row_ok", **col_mask})
@@ -116,7 +118,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         fetch(k, loads, "next_", {"r": "next_row_ok", **col_mask}, ("next_row", "col"))
         for s in loads:
             k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
-        _block(k, rest, {"r": "row_ok", **col_mask}, folded)
+        _block(k, rest, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
         for name in ("row", "row_ok", *(f"raw_{s.name}" for s in loads)):
             k.w.line(f"{name} = next_{name}")
 
@@ -145,16 +147,26 @@ def fetch(
         k.w.line(f"{prefix}raw_{s.name} = {load}")
 
 
-def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool) -> None:
+def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool, first: str) -> None:
     index = [*k.row_indices("row"), "col"]
+    reduces = [s for s in work if isinstance(s, Reduce)]
+    tile = k.plan.tile
+    assert isinstance(tile, RowTile)
+    count = f"tl.minimum(tl.maximum({dim_text(k.plan.rows)} - ({first}), 0), {tile.block_rows})"
+    moments.share(k, reduces, count if folded else "row_ok")
     for s in work:
-        if isinstance(s, Reduce) and s.axis == "col":
+        if isinstance(s, Reduce) and s.about:
+            continue  # made with its sum
+        if isinstance(s, Reduce) and (own := moments.squares_of(reduces, s.name)):
+            moments.block(k, s, own, k.mask("rc", masks), folded)
+        elif isinstance(s, Reduce) and s.axis == "col":
             combine = COMBINE[s.combine]
             value = masked(s.arg, k.mask("rc", masks), identity(s.combine, k.dtypes[s.name]))
             value = f"tl.reduce({value}, 0, {combine}, keep_dims=True)" if folded else value
             k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {value})")
         else:
             statement(k, s, index, masks)
+    moments.count(k, reduces)
 
 
 def _store_partials(k: Kernel, sums: list[Reduce], mask: str, folded: bool) -> None:
@@ -162,10 +174,23 @@ def _store_partials(k: Kernel, sums: list[Reduce], mask: str, folded: bool) -> N
     for s in sums:
         access = stores[s.name]
         total = f"{s.name}_acc"
-        if not folded:
+        if s.about:
+            total = _about_mean(k, s, sums, folded)
+        elif not folded:
             total = f"tl.reduce({total}, 0, {COMBINE[s.combine]}, keep_dims=True)"
         where = f"{k.pointer[access.buffer]} + pid * {dim_text(k.plan.cols)} + col"
         k.w.line(f"tl.store({where}, {total}{f', mask={mask}' if mask else ''})")
+
+
+def _about_mean(k: Kernel, s: Reduce, sums: list[Reduce], folded: bool) -> str:
+    """What the rounded mean leaves, and after that the squares."""
+    squares = moments.squares_of(sums, s.about[0])
+    assert squares is not None
+    if s is squares:
+        return f"{s.name}_acc"
+    total = f"{s.about[0]}_acc"
+    moments.end(k, squares, total if folded else f"tl.reduce({total}, 0, _add, keep_dims=True)", folded)
+    return f"{squares.name}_rest"
 
 
 def _swept(k: Kernel, tile: RowTile) -> None:

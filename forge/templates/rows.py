@@ -7,20 +7,18 @@ order. The number of partial rows depends on the number of rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.graph import Graph, Node
-from esper_ir.opdef import Pointwise, Reduction
-from esper_ir.registry import OPS
-from esper_ir.scalar import Arg, Const, Prim, substitute, walk
-from esper_ir.types import Dim, DType
-from forge.body import Body, collapse, finish_reduction, folded
+from esper_ir.graph import Graph
+from esper_ir.scalar import Prim, walk
+from esper_ir.types import Dim
+from forge.body import Body, collapse, folded
 from forge.groups import WHOLE_ROW, Group
-from forge.lowered import Launch, Lowered, Temp, ceildiv, size_of, symbols
+from forge.lowered import Launch, Lowered, ceildiv, size_of, symbols
+from forge.partials import SecondStage, Shares, workspaces
 from forge.plan import (
     INDEX,
     Access,
@@ -336,16 +334,17 @@ def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
 def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> Lowered:
     summed = _summed(given, space, accesses)
     if summed:
-        return Lowered("rows", (_second_stage(given, space[0], space[-1], summed),))
+        one = Shares(space[0], 1, 0)
+        return Lowered("rows", (_second_stage(given, space[0], space[-1], one, summed),))
     tile = given.choose(space, accesses, _tile(given, space, accesses))
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
     columns = ONE if row_reduce or given.target.kind == "cpu" else ceildiv(space[-1], tile.block_cols)
     steps = [_launch(given, space, accesses, given.body.stmts, tile, programs, columns)]
-    temps = {p: Temp(_dtype(given, n), (programs, space[-1])) for n, p in given.body.partials.items()}
+    temps = workspaces(given.graph, given.body, programs, space[-1])
     if given.body.partials:
-        steps.append(_second_stage(given, programs, space[-1]))
+        steps.append(_second_stage(given, programs, space[-1], Shares.of(tile, rows)))
     return Lowered("rows", tuple(steps), temps)
 
 
@@ -359,6 +358,8 @@ def _summed(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) ->
     loads = {s.name: accesses[s.access] for s in given.body.stmts if isinstance(s, Load) and not s.row}
     sums = {s.name: s.arg for s in given.body.stmts if isinstance(s, Reduce) and s.axis == "col"}
     stores = [s for s in given.body.stmts if isinstance(s, Store)]
+    if given.body.means:
+        return {}
     nothing = len(loads) + len(sums) + len(stores) == len(given.body.stmts)
     plain = all(a.buffer != INDEX and not (a.windows or a.parts) for a in loads.values())
     if not (few and nothing and plain and sums.keys() == {s.value for s in stores}):
@@ -369,54 +370,21 @@ def _summed(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) ->
     return kept if len(kept) == len(made) else {}
 
 
-def _dtype(given: RowsInput, node: str) -> DType:
-    return given.graph.types[given.graph.by_output[node].tensors[0]].dtype.compute
-
-
 def _second_stage(
-    given: RowsInput, parts: Dim, cols: Dim, summed: Mapping[str, Access] | None = None
+    given: RowsInput, parts: Dim, cols: Dim, shares: Shares, summed: Mapping[str, Access] | None = None
 ) -> Launch:
     """All partial workspaces of the group in one kernel, or what is `summed` in their place, with the
     pointwise work that follows them.
     """
-    accesses: list[Access] = []
-    stmts: list[Stmt] = []
-    names: dict[str, str] = {}
-
-    def add(make: Callable[[str], Stmt]) -> str:
-        name = f"v{len(stmts)}"
-        stmts.append(make(name))
-        return name
-
-    def size(value: Dim, dtype: DType) -> str:
-        accesses.append(Access(INDEX, DType.int64, (ZERO, ZERO), offset=value))
-        return add(partial(_narrow, add(partial(_load, len(accesses) - 1)), dtype))
-
-    for node_id, buffer in given.body.partials.items():
-        node = given.graph.by_output[node_id]
-        low = OPS[node.op].lowering
-        assert isinstance(low, Reduction)
-        own = Access(buffer, _dtype(given, node_id), (cols, ONE))
-        accesses.append((summed or {}).get(node_id, own))
-        loaded = add(partial(_load, len(accesses) - 1))
-        wider = given.target.kind == "cpu" and _dtype(given, node_id).is_floating
-        if wider:
-            loaded = add(partial(_widen, loaded))
-        total = add(partial(_fold, loaded, low.combine))
-        if wider:
-            total = add(partial(_narrow, total, _dtype(given, node_id)))
-        names[node_id] = finish_reduction(node, given.graph, total, add, size)
-    for node in given.group.nodes:
-        if node.id in given.group.finishers:
-            names[node.id] = add(partial(_finish, node, names))
-    for node_id in (n for n in names if n in given.stored):
-        accesses.append(Access(node_id, given.graph.types[node_id].dtype, (ZERO, ONE)))
-        stmts.append(Store(len(accesses) - 1, names[node_id]))
+    stage = SecondStage(given.graph, given.group, given.body, cols, given.target.kind == "cpu", shares)
+    stage.build(summed or {}, given.stored)
     tile = SumTile(1, 1024, 1)
     if given.target.kind != "cpu":
-        words = sum(max(_dtype(given, n).itemsize // 4, 1) for n in given.body.partials)
+        buffers = workspaces(given.graph, given.body, parts, cols).values()
+        words = sum(max(t.dtype.itemsize // 4, 1) for t in buffers)
         tile = _sum_tile(parts.value(given.sizes), cols.value(given.sizes), words)
-    return _launch(given, (parts, cols), accesses, stmts, tile, ceildiv(cols, tile.block_cols), suffix="_sum")
+    programs = ceildiv(cols, tile.block_cols)
+    return _launch(given, (parts, cols), stage.accesses, stage.stmts, tile, programs, suffix="_sum")
 
 
 def _sum_tile(parts: int, cols: int, words: int) -> SumTile:
@@ -427,29 +395,3 @@ def _sum_tile(parts: int, cols: int, words: int) -> SumTile:
     most = 4096 if parts * wide <= 8192 else max(16384 // next_pow2(words), 4096)
     block = min(most // wide, next_pow2(max(parts, 1)))
     return SumTile(block, wide, min(max(block * wide // 512, 1), 8 if block * wide <= 4096 else 16))
-
-
-def _load(access: int, name: str) -> Stmt:
-    return Load(name, access)
-
-
-def _widen(arg: str, name: str) -> Stmt:
-    return Compute(name, Arg(0), (arg,), DType.float64)
-
-
-def _narrow(arg: str, dtype: DType, name: str) -> Stmt:
-    return Compute(name, Arg(0), (arg,), dtype)
-
-
-def _fold(arg: str, combine: str, name: str) -> Stmt:
-    return Reduce(name, arg, combine, "col")
-
-
-def _finish(node: Node, names: dict[str, str], name: str) -> Stmt:
-    """A pointwise finisher: every tensor operand is a column result."""
-    low = OPS[node.op].lowering
-    assert isinstance(low, Pointwise)
-    args = [names[r] for r in node.inputs if isinstance(r, str)]
-    order = iter(range(len(args)))
-    operands = [Arg(next(order)) if isinstance(r, str) else Const(r) for r in node.inputs]
-    return Compute(name, substitute(low.body(dict(node.attrs)), operands), tuple(args), node.types[0].dtype)

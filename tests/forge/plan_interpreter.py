@@ -160,7 +160,7 @@ class _Run:
         values: dict[str, Tensor] = {}
         for stmt in self.plan.body:
             if isinstance(stmt, Reduce):
-                values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols))
+                values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols), values)
             else:
                 self.step(stmt, values, rows[:, None], cols[None, :], program)
 
@@ -181,7 +181,7 @@ class _Run:
             rows, values = torch.arange(self.row_count)[:, None], {}
             for stmt in self.plan.body:
                 if isinstance(stmt, Reduce):
-                    values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols))
+                    values[stmt.name] = self.reduce(stmt, values[stmt.arg], len(rows), len(cols), values)
                 else:
                     self.step(stmt, values, rows, cols[None, :], 0)
 
@@ -348,8 +348,10 @@ class _Run:
                 out = found if out is None else out & found
         return out
 
-    def reduce(self, stmt: Reduce, arg: Tensor, rows: int, cols: int) -> Tensor:
+    def reduce(self, stmt: Reduce, arg: Tensor, rows: int, cols: int, values: Mapping[str, Tensor]) -> Tensor:
         full = arg.expand(rows, cols)
+        if stmt.combine in ("squares", "rest"):
+            return moments(stmt, full, values)
         dim = 1 if stmt.axis == "row" else 0
         if full.shape[dim] == 0 and stmt.combine != "sum":
             limit = math.inf if stmt.combine == "min" else -math.inf
@@ -417,6 +419,21 @@ class _Run:
             out = function(*(n.double() for n in numbers))
             return out.to(kind) if out.is_floating_point() else out
         return function(*numbers)
+
+
+def moments(stmt: Reduce, full: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Squares about the mean down the columns, or what the rounded mean leaves, in double: two passes."""
+    wide, kind = full.double(), full.dtype
+    if len(stmt.about) > 1:
+        count, *parts = (values[name].double().expand_as(wide) for name in stmt.about)
+        mean = parts[0] + parts[1]
+        whole = (mean * count).sum(0) / count.sum(0)
+        return (wide + torch.where(count > 0, count * (mean - whole).square(), 0.0)).sum(0)[None].to(kind)
+    mean = wide.mean(0)
+    if stmt.combine == "rest":
+        rounded = values[stmt.about[0]][0] / max(len(full), 1)
+        return (mean - rounded.double() if len(full) else torch.zeros_like(mean))[None].to(kind)
+    return (wide - mean).square().sum(0)[None].to(kind)
 
 
 def running(stmt: Scan, args: Sequence[Tensor]) -> Tensor:
