@@ -104,7 +104,8 @@ def judged(machine: Machine, dtype: str, rows: int, cols: int) -> dict[str, str]
     wide = evaluate(made, {"x": x.double()}, precision="float64")["v"]
     out = {}
     for at, kind in enumerate(KINDS):
-        said = compare(*(v[at::count] for v in (found["v"], wide, eager)), rows, DType(dtype))
+        own, exact, theirs = (v[at::count] for v in (found["v"], wide, eager))
+        said = compare(own, exact, theirs, rows, DType(dtype))
         if not said.passed:
             out[kind] = said.reason
     return out
