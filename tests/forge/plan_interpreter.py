@@ -431,7 +431,7 @@ def moments(stmt: Reduce, full: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         return (wide + torch.where(count > 0, count * (mean - whole).square(), 0.0)).sum(0)[None].to(kind)
     mean = wide.mean(0)
     if stmt.combine == "rest":
-        (total,) = stmt.about
+        total = next(iter(stmt.about))
         rounded = values[total][0] / max(len(full), 1)
         return (mean - rounded.double() if len(full) else torch.zeros_like(mean))[None].to(kind)
     return (wide - mean).square().sum(0)[None].to(kind)
