@@ -58,6 +58,13 @@ def neighbours(b: Builder) -> tuple[Value, ...]:
     return (b.reshape(b.sub(b.op("reverse", pairs, dim=-1), pairs), shape=["rows", 14]),)
 
 
+def any_width(b: Builder) -> tuple[Value, ...]:
+    b.dim("half", min=1, max=96, tune=(32,))
+    x = b.input("x", B, [2, "rows", "2*half"])
+    tables = (b.input(name, B, ["rows", "half"]) for name in ("cos", "sin"))
+    return (b.rope(b.rms_norm(x, b.param("w", B, ["2*half"])), *tables),)
+
+
 CASES: dict[str, Make] = {
     "width 2": rms_rope(2), "width 10": rms_rope(10), "width 72": rms_rope(72),
     "both sides": layer_rope_and_norm, "neighbours": neighbours,
@@ -83,6 +90,12 @@ def test_every_form_has_the_same_bits(name: str, backward: bool) -> None:
             given = values(plain, 3, special)
             old, new = evaluate(plain, given), evaluate(form, given)
             assert all(same_bits(old[o], new[o]) for o in plain.outputs)
+
+
+@pytest.mark.parametrize(("target", "backend"), [("h100", "plans"), ("cpu", "c")])
+def test_a_width_that_varies(target: str, backend: str) -> None:
+    for half in (1, 5):
+        check(blueprint(any_width), {"rows": 3, "half": half}, target, backend)
 
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, 37) for name in CASES), ("width 10", 1)])
@@ -156,3 +169,5 @@ def test_axes_become_one_where_memory_runs_along_the_innermost() -> None:
     assert [a.strides for a in made[1]] == [(Dim.of(8), ONE)] * 2
     assert [a.parts for a in made[1]] == [(), ((Dim.of(2), Dim.of(-4)), (Dim.of(4), ONE))]
     assert folded(space, [Access("y", run.dtype, (Dim.of(8), ONE, Dim.of(2)))], 1) is None
+    across = [Access("z", run.dtype, (ONE, Dim.sym("m")))]
+    assert folded(space[:2], across, 1) == (space[:2], across), "one axis stays as it is"
