@@ -64,7 +64,7 @@ def blueprint(form: str, cols: int, dtype: str = "float32", tune: int = 300) -> 
     document = {
         "format": "esper-blueprint/1",
         "name": "moments",
-        "dims": {"n": {"min": 1, "max": 1 << 17, "tune": [tune]}},
+        "dims": {} if fixed else {"n": {"min": 1, "max": 1 << 17, "tune": [tune]}},
         "inputs": {"x": {"dtype": dtype, "shape": [tune if fixed else "n", cols]}},
         "nodes": nodes,
         "outputs": ["m", "v"],
