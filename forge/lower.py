@@ -249,7 +249,7 @@ def lower_phase(
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
     parts, done = _lowered(low, tag)
-    done = banded(done, set(low.numbers), sizes) if target.kind != "cpu" else done
+    done = banded(done, set(low.numbers), sizes, target.async_copies) if target.kind != "cpu" else done
     draft = Draft(phase, target, sizes, interface, outputs, tag)
     for node, key in low.ways.keys.items():
         kernels.drafts.setdefault(key, (draft, node))

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
 from forge.access import INDEX, Access
+from forge.rowtile import RowTile
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,6 @@ class Store:
 
 
 Stmt = Load | Compute | Reduce | Scan | Store
-
-
-@dataclass(frozen=True)
-class RowTile:
-    """`programs` > 0: that many programs share the row blocks in turn (program p takes blocks p, p +
-    programs, ...) and `rows_per_program` is unused; `reverse` takes them last to first (what the kernel
-    before touched last is met in the cache first); `prefetch` loads a block, of rows or of the columns of a
-    sweep, while the one before is worked on.
-    """
-
-    block_rows: int
-    rows_per_program: int
-    block_cols: int
-    warps: int
-    programs: int = 0
-    reverse: bool = False
-    prefetch: bool = False
 
 
 @dataclass(frozen=True)

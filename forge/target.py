@@ -35,6 +35,8 @@ class Target:
     "extern" (library calls only); `dot_dtypes`: operand types with matrix instructions; `dtypes`: element
     types supported at all.
 
+    `async_copies`: memory is copied to on-chip memory while a program goes on.
+
     `copy_TBps`: bytes read plus written per second by a large copy; measured on h200 (4.25, 0.885 of the
     published peak), elsewhere the same share of the published peak, on a cpu an order of magnitude.
     `bf16_TFLOPs`: published dense peak, 0 without hardware for it. Both only order candidates.
@@ -60,6 +62,7 @@ class Target:
     memory_bytes: int = 0
     vector_bytes: int = 16
     contractions: str = "template"
+    async_copies: bool = False
     dot_dtypes: tuple[DType, ...] = HALF_DTYPES
     dtypes: tuple[DType, ...] = EVERY_DTYPE
     energy: Energy | None = None

@@ -11,6 +11,7 @@ from forge.band import BandTile
 from forge.emit import triton_moments as moments
 from forge.emit.triton_band import bands
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
+from forge.emit.triton_beside import helpers
 from forge.emit.triton_chain import chains, dot_operand
 from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
@@ -42,13 +43,13 @@ def emit(plan: KernelPlan, *, interpreted: bool = False) -> str:
 
 
 def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:
-    """The kernel alone, without imports and helpers."""
+    """The kernel alone, without imports and what all kernels share."""
     out = Kernel(plan, interpreted)
     params = ", ".join([*(f"p_{i}" for i in range(len(plan.buffers))), *plan.sizes])
     out.w.line("@triton.jit")
     with out.w.block(f"def {plan.name}({params}):"):
         _EMITTERS[type(plan.tile)](out, plan.tile)
-    return out.w.text()
+    return helpers(out.pairs) + out.w.text()
 
 
 # PointTile ----------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from forge.band import BandTile
 from forge.emit.triton_base import Kernel, statement
-from forge.emit.triton_rows import ahead, fetch
+from forge.emit.triton_beside import Beside, beside, side_by_side
+from forge.emit.triton_rows import ahead, fetch, staging
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.plan import KernelPlan, Load, Stmt, Store, next_pow2
 
@@ -32,7 +33,7 @@ def bands(k: Kernel, tile: BandTile) -> None:
 
 def _part(k: Kernel, plan: KernelPlan) -> Kernel:
     made = Kernel(plan, k.interpreted, k.w)
-    made.pointer = k.pointer
+    made.pointer, made.pairs = k.pointer, k.pairs
     return made
 
 
@@ -47,7 +48,7 @@ def _columns(k: Kernel, tile: BandTile) -> dict[str, str]:
 
 def _sums(k: Kernel, reader: KernelPlan, tile: BandTile, count: int) -> dict[str, str]:
     """The first pass; names of the vectors that hold a value of every row, by buffer. The next row is loaded
-    while one is worked on; after the last one it is the last again.
+    while one is worked on, in registers (after the last one it is the last again) or in `stages`.
     """
     w, masks = k.w, _columns(k, tile)
     wanted = {a.buffer for a in reader.accesses}
@@ -58,20 +59,27 @@ def _sums(k: Kernel, reader: KernelPlan, tile: BandTile, count: int) -> dict[str
             kept[buffer] = f"kept_{s.value}"
             w.line(f"kept_{s.value} = tl.zeros([1, {count}], {TRITON_TYPE[k.dtypes[s.value]]})")
     work = [s for s in k.plan.body if not _inside(k.plan, s, tile)]
-    loads = [s for s in ahead(k, work) if "r" in k.axes[s.name]]
+    staged = tile.stages > 1
+    loads = [] if staged else [s for s in ahead(k, work) if "r" in k.axes[s.name]]
     w.line(f"row = pid * {tile.rows} + one")
     fetch(k, loads, "", masks)
-    with w.block(f"for r in tl.range(0, {tile.rows}):"):
-        w.line(f"next_row = pid * {tile.rows} + tl.minimum(r + 1, {tile.rows - 1}) + one")
+    with w.block(f"for r in tl.range(0, {tile.rows}{staging(tile)}):"):
+        if staged:
+            w.line(f"row = pid * {tile.rows} + r + one")
+        else:
+            w.line(f"next_row = pid * {tile.rows} + tl.minimum(r + 1, {tile.rows - 1}) + one")
         fetch(k, loads, "next_", masks, ("next_row", "col"))
         for s in loads:
             w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
         index = [*k.row_indices("row"), "col"]
-        for s in (s for s in work if s not in loads):
-            statement(k, s, index, masks)
+        for s in side_by_side(k, [s for s in work if s not in loads]):
+            if isinstance(s, Beside):
+                beside(k, s, masks)
+            else:
+                statement(k, s, index, masks)
         for name in kept.values():
             w.line(f"{name} = tl.where(sub == r, {name.removeprefix('kept_')}, {name})")
-        for name in ("row", *(f"raw_{s.name}" for s in loads)):
+        for name in () if staged else ("row", *(f"raw_{s.name}" for s in loads)):
             w.line(f"{name} = next_{name}")
     return kept
 
@@ -86,7 +94,7 @@ def _again(k: Kernel, maker: KernelPlan, tile: BandTile) -> None:
             k.w.line(f"{s.name} = {found}")
         else:
             late.append(s)
-    with k.w.block(f"for r in tl.range(0, {tile.rows}):"):
+    with k.w.block(f"for r in tl.range(0, {tile.rows}{staging(tile)}):"):
         k.w.line(f"row = pid * {tile.rows} + ({tile.rows - 1} - r) + one")
         index = [*k.row_indices("row"), "col"]
         for s in late:

@@ -57,12 +57,13 @@ def _halves(plan: KernelPlan) -> bool:
 @dataclass
 class Kernel:
     """State of one emission: writer, axes of values, how to address each axis; `spread`: what is the same for
-    all rows of a tile is loaded for each of them."""
+    all rows of a tile is loaded for each of them; `pairs`: how reductions that are one combine."""
 
     plan: KernelPlan
     interpreted: bool
     w: Writer = field(default_factory=Writer)
     spread: bool = False
+    pairs: set[tuple[str, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.axes = self.plan.axes()

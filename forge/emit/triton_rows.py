@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from forge.emit import triton_moments as moments
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
-from forge.emit.triton_scalars import TRITON_TYPE
+from forge.emit.triton_beside import Beside, beside, side_by_side, together
+from forge.emit.triton_scalars import TRITON_TYPE, spell
 from forge.emit.writer import dim_text
+from forge.online import LESS, Below, Online, joined
 from forge.picked import picked
 from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases
 from forge.plan import Phase as Sweep
@@ -33,14 +36,19 @@ def _row_mask(k: Kernel, tile: RowTile) -> dict[str, str]:
     return {} if tile.rows_per_program == 1 and not tile.programs else {"r": "row_ok"}
 
 
-def _blocks(k: Kernel, tile: RowTile) -> str | None:
+def _blocks(k: Kernel, tile: RowTile, staged: str = "") -> str | None:
     """Head of the loop over row blocks, or None when the program has one."""
     if tile.programs:
         k.w.line(f"blocks = tl.cdiv({dim_text(k.plan.rows)}, {tile.programs * tile.block_rows})")
-        return "for i in tl.range(0, blocks):"
+        return f"for i in tl.range(0, blocks{staged}):"
     if tile.rows_per_program == tile.block_rows:
         return None
-    return f"for i in tl.range(0, {tile.rows_per_program // tile.block_rows}):"
+    return f"for i in tl.range(0, {tile.rows_per_program // tile.block_rows}{staged}):"
+
+
+def staging(tile: RowTile) -> str:
+    """Of a loop whose blocks are copied to shared memory before they are needed."""
+    return f", num_stages={tile.stages}" if tile.stages > 1 else ""
 
 
 def _first_row(tile: RowTile, step: str) -> str:
@@ -99,17 +107,18 @@ def _spread(k: Kernel, tile: RowTile) -> bool:
 
 
 def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], folded: bool) -> None:
-    head = _blocks(k, tile)
+    head = _blocks(k, tile, staging(tile))
     if head is None:
         _row_lines(k, tile, "0")
-        _block(k, work, {**_row_mask(k, tile), **col_mask}, folded, _first_row(tile, "0"))
+        _block(k, side_by_side(k, work), {**_row_mask(k, tile), **col_mask}, folded, _first_row(tile, "0"))
         return
     loads = ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
     if not loads:
+        parts = side_by_side(k, work)
         with k.w.block(head):
             _row_lines(k, tile, "i")
-            _block(k, work, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
+            _block(k, parts, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
         return
     _row_lines(k, tile, "0")
     fetch(k, loads, "", {"r": "row_ok", **col_mask})
@@ -147,7 +156,9 @@ def fetch(
         k.w.line(f"{prefix}raw_{s.name} = {load}")
 
 
-def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool, first: str) -> None:
+def _block(
+    k: Kernel, work: Sequence[Stmt | Beside], masks: dict[str, str], folded: bool, first: str
+) -> None:  # fmt: skip
     index = [*k.row_indices("row"), "col"]
     reduces = [s for s in work if isinstance(s, Reduce)]
     tile = k.plan.tile
@@ -155,6 +166,9 @@ def _block(k: Kernel, work: list[Stmt], masks: dict[str, str], folded: bool, fir
     count = f"tl.minimum(tl.maximum({dim_text(k.plan.rows)} - ({first}), 0), {tile.block_rows})"
     moments.share(k, reduces, count if folded else "row_ok")
     for s in work:
+        if isinstance(s, Beside):
+            beside(k, s, masks)
+            continue
         if isinstance(s, Reduce) and s.about:
             continue  # made with its sum
         if isinstance(s, Reduce) and (own := moments.squares_of(reduces, s.name)):
@@ -210,10 +224,12 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
     outer = k.row_indices("row")
     for s in before:
         statement(k, s, [*outer, "0"], kept)
-    for sweep in sweeps:
+    for sweep in joined(k.plan, sweeps) if tile.online else sweeps:
         sums = tuple(r for r in sweep.reduces if not _pick(k, r, outer, kept))
-        for r in sums:
-            shape = f"[{tile.block_rows}, {tile.block_cols}]"
+        pairs = sweep.sums if isinstance(sweep, Online) else ()
+        tops = {p.top.name for p in pairs}
+        for r in (*sums, *(p.total for p in pairs)):
+            shape = f"[{tile.block_rows}, {1 if r.name in tops else tile.block_cols}]"
             w.line(
                 f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
                 f" {TRITON_TYPE[k.dtypes[r.name]]})"
@@ -221,8 +237,7 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
         full = sweep.full if sums == sweep.reduces else needed(k.plan, k.axes, {r.arg for r in sums})
         if full:
             _sweep(k, tile, replace(sweep, full=full, reduces=sums), outer)
-        for r in sums:
-            w.line(f"{r.name} = tl.reduce({r.name}_acc, 1, {COMBINE[r.combine]}, keep_dims=True)")
+        _swept_sums(k, sums, pairs)
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)
 
@@ -254,9 +269,38 @@ def _pick(k: Kernel, r: Reduce, outer: list[str], kept: dict[str, str]) -> bool:
     return True
 
 
+def _swept_sums(k: Kernel, sums: Sequence[Reduce], pairs: Sequence[Below]) -> None:
+    """What the lanes of a sweep have found, put together. Where a maximum is no number, the sum is what two
+    sweeps find: no number, or below an infinite one with zero in its place exp of it.
+    """
+    tops = {p.top.name for p in pairs}
+    wide = [r for r in (*sums, *(p.total for p in pairs)) if r.name not in tops]
+    for name in dict.fromkeys(p.top.name for p in pairs):
+        k.w.line(f"{name} = {name}_acc")
+    if wide:
+        together(k, wide, [f"{r.name}_acc" for r in wide])
+    for p in pairs:
+        name, total = p.top.name, p.total.name
+        other = f"{name} - {name}" if not p.guarded else spell(LESS, [name, "0.0"], k.interpreted)
+        k.w.line(f'{total} = tl.where(tl.abs({name}) < float("inf"), {total}, {other})')
+
+
+def _online(k: Kernel, top: Reduce, sums: Sequence[Reduce], mask: str) -> None:
+    """A block's maximum and sums. While nothing but -inf was seen the sums are zero, less zero."""
+    name, w = top.name, k.w
+    w.line(f"{name}_in = {masked(top.arg, mask, identity('max', k.dtypes[name]))}")
+    w.line(f"{name}_new = _max({name}_acc, tl.reduce({name}_in, 1, _max, keep_dims=True))")
+    w.line(f'{name}_base = tl.where(tl.abs({name}_new) < float("inf"), {name}_new, 0.0)')
+    less = [spell(LESS, [f"{name}_{of}", f"{name}_base"], k.interpreted, fast=k.fast) for of in ("acc", "in")]
+    for s in sums:
+        w.line(f"{s.name}_acc = {s.name}_acc * {less[0]} + {less[1]}")
+    w.line(f"{name}_acc = {name}_new")
+
+
 def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     """One pass over the columns of the rows, a block at a time; with `prefetch` the next block is under way
-    while one is worked on. Only the last block, where it is not full, has masks along the columns.
+    while one is worked on. Only the last block, where it is not full, has masks along the columns; with
+    `stages` all are one loop.
     """
     w, block = k.w, tile.block_cols
     last = f"(col < {dim_text(k.plan.cols)})"
@@ -265,8 +309,8 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     if loads:
         w.line(f"col = tl.arange(0, {block})[None, :]")
         fetch(k, loads, "", {**kept, "c": last})
-    for start, stop, whole in _spans(k, block):
-        with w.block(f"for start in tl.range({start}, {stop}, {block}):"):
+    for start, stop, whole in _spans(k, block, one=tile.stages > 1):
+        with w.block(f"for start in tl.range({start}, {stop}, {block}{staging(tile)}):"):
             w.line(f"col = start + tl.arange(0, {block})[None, :]")
             if loads and whole:
                 w.line(f"next_col = col + {block}")
@@ -276,9 +320,11 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
                 w.line(f"raw_{s.name} = next_raw_{s.name}")
 
 
-def _spans(k: Kernel, block: int) -> list[tuple[str, str, bool]]:
+def _spans(k: Kernel, block: int, one: bool = False) -> list[tuple[str, str, bool]]:
     """(first column, end, whether blocks are full) of the loops of a sweep."""
     cols = dim_text(k.plan.cols)
+    if one:
+        return [("0", cols, k.plan.cols.static is not None and k.plan.cols.static % block == 0)]
     if k.plan.cols.static is None:
         full = f"({cols} // {block} * {block})"
         return [("0", full, True), (full, cols, False)]
@@ -294,6 +340,9 @@ def _columns(k: Kernel, sweep: Sweep, loads: list[Load], index: list[str], masks
             k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
         else:
             statement(k, s, index, masks)
-    for r in sweep.reduces:
+    pairs = sweep.sums if isinstance(sweep, Online) else ()
+    for top in dict.fromkeys(p.top for p in pairs):
+        _online(k, top, [p.total for p in pairs if p.top == top], masks.get("c", ""))
+    for r in (r for r in sweep.reduces if r not in [p.top for p in pairs]):
         value = masked(r.arg, masks.get("c", ""), identity(r.combine, k.dtypes[r.name]))
         k.w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")

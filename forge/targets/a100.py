@@ -12,6 +12,7 @@ TARGET = Target(
     cards=("A100",),
     shared_bytes=166912,
     multiprocessors=108,
+    async_copies=True,
     copy_TBps=1.80,
     bf16_TFLOPs=312.0,
     l2_bytes=40 << 20,

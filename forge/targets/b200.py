@@ -13,6 +13,7 @@ TARGET = Target(
     cards=("B200",),
     shared_bytes=232448,
     multiprocessors=148,
+    async_copies=True,
     copy_TBps=7.1,
     bf16_TFLOPs=2250.0,
     l2_bytes=126 << 20,

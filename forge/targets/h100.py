@@ -13,6 +13,7 @@ TARGET = Target(
     cards=("H100",),
     shared_bytes=232448,
     multiprocessors=132,
+    async_copies=True,
     copy_TBps=2.97,
     bf16_TFLOPs=989.0,
     l2_bytes=50 << 20,

@@ -12,6 +12,7 @@ TARGET = Target(
     cards=("H200",),
     shared_bytes=232448,
     multiprocessors=132,
+    async_copies=True,
     copy_TBps=4.25,
     bf16_TFLOPs=989.0,
     l2_bytes=50 << 20,

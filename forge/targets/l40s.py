@@ -12,6 +12,7 @@ TARGET = Target(
     shared_bytes=101376,
     max_warps=48,
     multiprocessors=142,
+    async_copies=True,
     copy_TBps=0.76,
     bf16_TFLOPs=362.0,
     l2_bytes=96 << 20,

@@ -13,6 +13,7 @@ TARGET = Target(
     shared_bytes=101376,
     max_warps=48,
     multiprocessors=128,
+    async_copies=True,
     copy_TBps=0.89,
     bf16_TFLOPs=165.0,
     l2_bytes=72 << 20,

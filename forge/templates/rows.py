@@ -36,6 +36,7 @@ from forge.plan import (
 )
 from forge.target import Target
 from forge.templates.choice import SLOW
+from forge.templates.staged import both_axes, full, loaded, swept, within
 from forge.tune.journal import Choices, choice_key
 from forge.tune.shapes import shape_of
 from forge.views import ONE
@@ -227,12 +228,17 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
             return RowTile(block, block, wide, 1, reverse=given.reverse)
         block = max(min(TILE // 2 // wide, 64), 1)  # many operands: 8 elements a thread
         return RowTile(block, block, wide, max(block * wide // 256, 1), reverse=given.reverse)
+    if not col_reduce and not whole and row_reduce:
+        return swept(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
     if not col_reduce:
         block = max(min(TILE // wide, 64), 1)
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
         ahead = not whole and _streams(given, accesses)[0] <= 2
         return RowTile(block, block, wide, warps, reverse=given.reverse, prefetch=ahead)
     rows = _rows_of(given, space)
+    staged = both_axes(given.target, _streams(given, accesses)[0], wide, rows, given.reverse)
+    if staged is not None and whole:
+        return staged
     block, warps = _both_axes(wide)
     most = PROGRAMS * max(4096 // wide, 1) if wide >= 256 else WARPS // warps
     programs = next_pow2(max(min(-(-rows // block), most), 1))
@@ -267,7 +273,7 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
     """
     cols, rows = space[-1].value(given.sizes), _rows_of(given, space)
     reads, writes = _streams(given, accesses)
-    words = sum(accesses[at].dtype.itemsize for at in _full(accesses) & _loaded(given)) // 4
+    words = sum(accesses[at].dtype.itemsize for at in full(accesses) & loaded(given.body.stmts)) // 4
     light = (reads + writes == 1 or reads == 2) and words <= 1 and _work(given) <= LIGHT
     block = min((8 if light else 4) * 256 // min(wide, 256), next_pow2(rows))
     warps = max(wide // 256, 1)
@@ -285,19 +291,7 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
 def _streams(given: RowsInput, accesses: list[Access]) -> tuple[int, int]:
     """Operands that are read, and results that are written, for every row and column."""
     stores = {s.access for s in given.body.stmts if isinstance(s, Store)}
-    return len(_full(accesses) & _loaded(given)), len(_full(accesses) & stores)
-
-
-def _loaded(given: RowsInput) -> set[int]:
-    return {s.access for s in given.body.stmts if isinstance(s, Load)}
-
-
-def _full(accesses: list[Access]) -> set[int]:
-    """Numbers of the accesses to every row and column."""
-    return {
-        at for at, a in enumerate(accesses)
-        if a.buffer != INDEX and a.letters() == "rc"
-    }  # fmt: skip
+    return len(full(accesses) & loaded(given.body.stmts)), len(full(accesses) & stores)
 
 
 def _work(given: RowsInput) -> int:
@@ -312,6 +306,10 @@ def _busy_columns(given: RowsInput, accesses: list[Access]) -> bool:
     axes = KernelPlan("", (ONE,) * len(accesses[0].strides), tuple(accesses), tuple(given.body.stmts),
                       PointTile(1, 1), ()).axes()  # fmt: skip
     return sum(kind == "c" for kind in axes.values()) >= BUSY_COLUMNS
+
+
+def _bare(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> KernelPlan:
+    return KernelPlan("", space, tuple(accesses), tuple(given.body.stmts), PointTile(1, 1), ())
 
 
 def _both_axes(wide: int) -> tuple[int, int]:
@@ -336,7 +334,8 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
     if summed:
         one = Shares(space[0], 1, 0)
         return Lowered("rows", (_second_stage(given, space[0], space[-1], one, summed),))
-    tile = given.choose(space, accesses, _tile(given, space, accesses))
+    chosen = given.choose(space, accesses, _tile(given, space, accesses))
+    tile = within(given.target, given.body.stmts, space, accesses, chosen)
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)

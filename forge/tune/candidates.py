@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from esper_ir.diagnostics import EsperError
 from forge.lower import Kernels, KernelSource, Site
+from forge.online import joins
 from forge.plan import Tile
 from forge.target import Target
 from forge.toolchain import Candidate, build_candidates
@@ -102,6 +103,14 @@ def _specialised(plan: Plan, sizes: Mapping[str, int]) -> tuple[Plan, set[str]]:
             step = replace(step, variants=(Variant(Guard(), chosen.kernel),))
         steps.append(step)
     return replace(plan, steps=tuple(steps)), used
+
+
+def idle(site: Site, given: Mapping[str, Tile]) -> tuple[str, ...]:
+    """Fields of a tile of rows that mean nothing for the group on its target."""
+    found = _plan(site, given)
+    plans = () if isinstance(found, str) else tuple(s.plan for s in found[0])
+    copies = () if site.low.target.async_copies else ("stages",)
+    return copies if any(joins(p) for p in plans) and site.low.target.kind != "cpu" else (*copies, "online")
 
 
 def least_us(site: Site, given: Mapping[str, Tile]) -> float:

@@ -51,7 +51,7 @@ def build_only(
     asked: list[tuple[Hunt, Tile]] = []
     for hunt in hunts:
         hunt.share = max(int(trials * hunt.floor_us / weight), LEAST)
-        asked += [(hunt, tile) for tile in around(hunt.prior, hunt.share)]
+        asked += [(hunt, tile) for tile in around(hunt.prior, hunt.share, hunt.idle)]
     rows = []
     for at in range(0, len(asked), MOST):
         progress(f"tune: {at} of {len(asked)} candidates built")
@@ -66,11 +66,11 @@ def build_only(
     }  # fmt: skip
 
 
-def around(prior: Tile, count: int) -> list[Tile]:
+def around(prior: Tile, count: int, idle: Collection[str] = ()) -> list[Tile]:
     """The prior and the tiles nearest to it; of the last distance a part, drawn at random."""
     found, edge, rng = {repr(prior): prior}, [prior], random.Random(SEED)
     while edge and len(found) < count:
-        fresh = {repr(t): t for e in edge for t in space.neighbours(e) if repr(t) not in found}
+        fresh = {repr(t): t for e in edge for t in space.neighbours(e, idle) if repr(t) not in found}
         edge = [fresh[name] for name in sorted(fresh)]
         rng.shuffle(edge)
         found |= {repr(t): t for t in edge[: count - len(found)]}
@@ -150,7 +150,9 @@ def _read(
 def hunt_of(group: Mapping[str, Any]) -> Hunt:
     """A group of a document, nothing tried."""
     prior = {"kind": group["kind"], "tile": group["prior"]}
-    return Hunt(str(group["key"]), str(group["group"]), tile_of("prior", prior), float(group["floor_us"]))
+    idle = tuple(map(str, group.get("idle", ())))
+    floor = float(group["floor_us"])
+    return Hunt(str(group["key"]), str(group["group"]), tile_of("prior", prior), floor, idle=idle)
 
 
 def take(document: Mapping[str, Any], store: Store) -> int:

@@ -92,7 +92,8 @@ def usable(tile: Tile, rule: Tile) -> Tile | None:
         made: Any = replace(tile, **{"reverse": getattr(rule, "reverse", False)})
         tile = made
     if isinstance(tile, RowTile) and isinstance(rule, RowTile) and bool(tile.programs) != bool(rule.programs):
-        return None
+        # Rows that are taken in turn for their copies alone: no rule of a card has sums of programs there.
+        return tile if tile.stages > 1 and not rule.programs else None
     return tile
 
 

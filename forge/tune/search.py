@@ -63,7 +63,8 @@ def hunts_of(kernels: Kernels) -> list[Hunt]:
         if space.tunable(prior):
             least = candidates.least_us(site, kernels.choices.given)
             shape = kernels.choices.shapes.get(key)
-            out.append(Hunt(key, site.group.name, prior, least, shape=shape, origin=origin))
+            idle = candidates.idle(site, kernels.choices.given)
+            out.append(Hunt(key, site.group.name, prior, least, shape=shape, origin=origin, idle=idle))
     return out
 
 

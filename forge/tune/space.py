@@ -7,7 +7,7 @@ values and a rule that refuses what cannot fit; nothing is enumerated that nobod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -19,10 +19,12 @@ def _powers(low: int, high: int) -> tuple[int, ...]:
 
 
 WARPS = _powers(1, 16)
+PROGRAMS = tuple(sorted((*_powers(16, 2048), 132, 264, 528, 1056)))
+"""Powers of two, and as many as the multiprocessors of an H100 and an H200, once and more often."""
 SPACES: Mapping[type[Any], Mapping[str, tuple[int, ...]]] = {
     RowTile: {"block_rows": _powers(1, 256), "rows_per_program": _powers(1, 256),
-              "block_cols": _powers(16, 16384), "warps": WARPS, "programs": _powers(16, 2048),
-              "prefetch": (0, 1)},
+              "block_cols": _powers(16, 16384), "warps": WARPS, "programs": PROGRAMS,
+              "prefetch": (0, 1), "stages": (1, 3, 4, 5, 6), "online": (0, 1)},
     PointTile: {"block": _powers(128, 16384), "warps": WARPS},
     SumTile: {"block_parts": _powers(1, 512), "block_cols": _powers(8, 2048), "warps": WARPS},
     MatmulTile: {"block_m": _powers(16, 256), "block_n": _powers(16, 256), "block_k": _powers(16, 256),
@@ -35,6 +37,8 @@ SPACES: Mapping[type[Any], Mapping[str, tuple[int, ...]]] = {
 """Values of each field by kind of tile; a tile without an entry is not tuned. A field that is zero in the
 prior is off and stays off."""
 
+TURNS = ((264, 4), (1056, 3))
+"""(programs, stages)."""
 SHARED_BYTES = 220 << 10
 """Of a multiprocessor of the targets that are timed; operands of a product wait there."""
 ELEMENTS = 1 << 16
@@ -57,15 +61,19 @@ def tunable(tile: Tile) -> bool:
     return type(tile) in SPACES
 
 
-def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Every tile one step away in one field, in a fixed order."""
+def neighbours(tile: Tile, idle: Collection[str] = ()) -> Iterator[Tile]:
+    """Every tile one step away in one field, in a fixed order, but in those of `idle`: they change nothing of
+    the work.
+    """
     if isinstance(tile, ProductWay):
         yield from _ways(tile)
         return
     space = SPACES[type(tile)]
+    if isinstance(tile, RowTile) and "stages" not in idle:
+        yield from (made for made in _in_turn(tile) if fits(made))
     for name, values in space.items():
         now = int(getattr(tile, name))
-        if now == 0 and 0 not in values:
+        if name in idle or (now == 0 and 0 not in values):
             continue
         below = [v for v in values if v < now]
         above = [v for v in values if v > now]
@@ -73,6 +81,13 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
             made = _with(tile, name, value)
             if fits(made):
                 yield made
+
+
+def _in_turn(tile: RowTile) -> Iterator[RowTile]:
+    """From a program a block of rows to programs that take blocks in turn, the next ones copied meanwhile."""
+    if tile.programs == 0 and tile.stages == 1:
+        for programs, stages in TURNS:
+            yield replace(tile, rows_per_program=0, programs=programs, stages=stages, prefetch=False)
 
 
 def _ways(way: ProductWay) -> Iterator[ProductWay]:
@@ -100,6 +115,9 @@ def _with(tile: Tile, name: str, value: int) -> Any:
     """One field changed; a block of rows that a program owns alone stays a whole number of blocks."""
     kind = bool if isinstance(getattr(tile, name), bool) else int
     made: Any = replace(tile, **{name: kind(value)})
+    if isinstance(made, RowTile) and made.prefetch and made.stages > 1:
+        # One or the other: the field that was not changed gives way.
+        made = replace(made, stages=1) if name == "prefetch" else replace(made, prefetch=False)
     if isinstance(made, RowTile) and not made.programs and made.rows_per_program < made.block_rows:
         made = replace(made, rows_per_program=made.block_rows)
     return made
@@ -112,6 +130,8 @@ def fits(tile: Tile) -> bool:
     if isinstance(tile, RowTile):
         count = tile.block_rows * tile.block_cols
         whole = tile.programs or tile.rows_per_program % tile.block_rows == 0
+        if tile.stages > 1 and (tile.prefetch or 2 * (tile.stages - 1) * count > SHARED_BYTES):
+            return False
         return bool(whole) and 32 * tile.warps <= max(count, 32) and count <= ELEMENTS
     if isinstance(tile, SumTile):
         count = tile.block_parts * tile.block_cols
@@ -139,8 +159,13 @@ def distance(a: Tile, b: Tile) -> int:
         if not a.block_m or not b.block_m:
             return int(a != b)
         a, b = _product(a), _product(b)
-    total = 0
-    for name, values in SPACES[type(a)].items():
+    total, space = 0, dict(SPACES[type(a)])
+    if isinstance(a, RowTile) and isinstance(b, RowTile) and bool(a.programs) != bool(b.programs):
+        # Rows in turn instead of a block a program are one step.
+        total = 1
+        for name in ("programs", "rows_per_program", "stages"):
+            del space[name]
+    for name, values in space.items():
         at = [min(range(len(values)), key=lambda i: abs(values[i] - int(getattr(t, name)))) for t in (a, b)]
         total += abs(at[0] - at[1])
     return total

@@ -19,6 +19,7 @@ from forge.plan import (
     SumTile,
     Tile,
 )
+from forge.rowtile import LATER_OF_ROWS
 
 TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile, ProductWay)
 LATER = frozenset({"descriptors"})
@@ -27,8 +28,13 @@ KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
 def tile_row(tile: Tile) -> dict[str, Any]:
-    """The tile as {kind, tile}."""
-    return {"kind": type(tile).__name__, "tile": asdict(tile)}
+    """The tile as {kind, tile}; fields that came later are left out where they say nothing."""
+    return {"kind": type(tile).__name__, "tile": values_of(tile)}
+
+
+def values_of(tile: Tile) -> dict[str, Any]:
+    later = LATER_OF_ROWS if isinstance(tile, RowTile) else {}
+    return {name: value for name, value in asdict(tile).items() if name not in later or value != later[name]}
 
 
 def tile_of(key: str, row: object) -> Any:
@@ -46,7 +52,8 @@ def tile_of(key: str, row: object) -> Any:
 def _complete(values: Mapping[str, Any], kind: type[Any]) -> bool:
     """All fields and no others; `LATER` ones may be missing."""
     names = {f.name for f in fields(kind)}
-    return names - LATER <= values.keys() <= names
+    later = LATER | (LATER_OF_ROWS.keys() if kind is RowTile else set[str]())
+    return names - later <= values.keys() <= names
 
 
 def bad(what: str) -> EsperError:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
 from forge.plan import Tile
 from forge.tune import space
 from forge.tune.shapes import Shape
-from forge.tune.tiles import tile_of, tile_row
+from forge.tune.tiles import tile_of, tile_row, values_of
 
 MARGIN = 0.02
 ENERGY = ("uj", "uj_low", "uj_high")
@@ -56,7 +56,8 @@ def trial_of(row: Mapping[str, Any]) -> Trial | None:
 @dataclass
 class Hunt:
     """The search for one tile: `group` is the name it has in a plan, `floor_us` the least time of its bytes,
-    `share` how many tiles may be tried; `shape` and `origin`: what the prior is for and where it came from.
+    `share` how many tiles may be tried; `shape` and `origin`: what the prior is for and where it came from;
+    `idle`: fields of a tile that change nothing of this group on its target.
     """
 
     key: str
@@ -67,6 +68,7 @@ class Hunt:
     share: int = 0
     shape: Shape | None = None
     origin: str = "rule"
+    idle: tuple[str, ...] = ()
 
     def keep(self, trial: Trial) -> None:
         """The newest counts; energy that it did not measure stays."""
@@ -100,7 +102,7 @@ class Hunt:
         """Untried neighbours of the best tiles, the best one's first."""
         found: dict[str, Tile] = {}
         for trial in self.good()[:4]:
-            for tile in space.neighbours(trial.tile):
+            for tile in space.neighbours(trial.tile, self.idle):
                 if repr(tile) not in self.trials:
                     found.setdefault(repr(tile), tile)
         return list(found.values())
@@ -127,9 +129,10 @@ class Hunt:
     def report(self) -> dict[str, Any]:
         trials = sorted(self.trials.values(), key=lambda t: (bool(t.wrong), t.us))
         shape = {"family": self.shape.family, "sizes": list(self.shape.sizes)} if self.shape else {}
+        shape |= {"idle": list(self.idle)} if self.idle else {}
         return {
             "key": self.key, "group": self.group, "kind": type(self.prior).__name__,
-            "prior": asdict(self.prior), "origin": self.origin, **shape, "floor_us": self.floor_us,
+            "prior": values_of(self.prior), "origin": self.origin, **shape, "floor_us": self.floor_us,
             "trials": [t.row() for t in trials],
         }  # fmt: skip
 

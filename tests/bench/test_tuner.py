@@ -11,13 +11,15 @@ import pytest
 from bench import tuner
 from forge.plan import RowTile
 from forge.tune import halves, space
+from forge.tune.tiles import values_of
 
 PRIOR = RowTile(1, 4, 128, 1)
+IDLE = ("stages", "online")
 
 
 def group(us: Any) -> dict[str, Any]:
     """As `time_only` gives it, every tile near the prior with the time that `us` says."""
-    tiles = halves.around(PRIOR, 40)
+    tiles = halves.around(PRIOR, 40, IDLE)
     rows = [{"kind": "RowTile", "tile": asdict(t), "us": us(t), "low": us(t), "high": us(t)} for t in tiles]
     return {
         "key": "k",
@@ -25,19 +27,20 @@ def group(us: Any) -> dict[str, Any]:
         "kind": "RowTile",
         "prior": asdict(PRIOR),
         "floor_us": 1.0,
+        "idle": IDLE,
         "trials": rows,
     }
 
 
 def test_what_the_search_finds_is_between_the_first_and_the_best() -> None:
-    far = max(halves.around(PRIOR, 40), key=lambda t: space.distance(t, PRIOR))
+    far = max(halves.around(PRIOR, 40, IDLE), key=lambda t: space.distance(t, PRIOR))
 
     def us(tile: Any) -> float:
         return 100.0 - 10.0 * (space.distance(PRIOR, far) - space.distance(tile, far))
 
     document = {"block": "b", "share": 40}
     row = tuner.row_of(group(us), document)
-    assert row["fast_off_percent"] > 10 and row["best"]["tile"] == asdict(far)
+    assert row["fast_off_percent"] > 10 and row["best"]["tile"] == values_of(far)
     assert row["standard_off_percent"] == 0, "downhill all the way"
     assert (
         tuner.row_of(group(us), {**document, "share": 1})["standard_off_percent"] == row["fast_off_percent"]

@@ -1,0 +1,117 @@
+"""Rows copied ahead into shared memory, reductions that are one, and a row's softmax from one reading."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from esper_ir.builder import Builder as Graphs
+from esper_ir.graph import Blueprint
+from forge.emit.triton import emit_kernel
+from forge.online import joins
+from forge.plan import KernelPlan, RowTile
+from forge.service import front
+from forge.target import resolve, targets
+from forge.tune import candidates, space
+from forge.tune.tiles import tile_of, tile_row
+from tests.forge.row_ways import logsumexp, several, softmax
+
+ROOT = Path(__file__).parents[2]
+STAGED = RowTile(1, 0, 4096, 8, 132, False, False, 5)
+
+
+def norm() -> Blueprint:
+    b = Graphs("norm")
+    b.dim("rows", min=1, max=8192, tune=(8192,))
+    x = b.input("x", "float16", ["rows", 4096])
+    return b.build(b.layer_norm(x, b.param("w", "float16", [4096]), normalized_shape=[4096]))
+
+
+def test_every_way_to_walk_rows_means_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.forge.row_ways"], cwd=ROOT, capture_output=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) > 10 and not [row for row in found if row["why"]]
+
+
+def loops(plan: KernelPlan, tile: RowTile) -> list[str]:
+    text = emit_kernel(replace(plan, tile=tile))
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("for ")]
+
+
+def test_a_row_is_read_once_for_a_maximum_and_the_sum_below_it() -> None:
+    plan = softmax()
+    once, twice = RowTile(1, 1, 8, 1, stages=3, online=True), RowTile(1, 1, 8, 1, stages=3)
+    assert joins(plan) and joins(logsumexp()) and not joins(several())
+    assert len(loops(logsumexp(), twice)) == 2 and len(loops(logsumexp(), once)) == 1
+    assert len(loops(plan, twice)) == 3 and len(loops(plan, once)) == 2, "the quotients are one more"
+    assert all("num_stages=3" in line for line in loops(plan, once))
+
+
+def test_reductions_of_one_depth_are_one_where_nothing_was_loaded_ahead() -> None:
+    def reductions(tile: RowTile) -> list[str]:
+        text = emit_kernel(replace(several(), tile=tile))
+        return [line.split("=")[0].strip() for line in text.splitlines() if "tl.reduce(" in line]
+
+    whole = RowTile(1, 1, 32, 1)
+    # A row of weights is by itself.
+    assert [len(names.split(",")) for names in reductions(whole)] == [3, 2, 1]
+    ahead = reductions(RowTile(1, 2, 32, 1, prefetch=True))
+    assert len(ahead) == 6 and all("," not in name for name in ahead)
+
+
+def test_old_tiles_keep_their_text_and_are_read_again() -> None:
+    old = RowTile(1, 4, 4096, 4)
+    row = {"kind": "RowTile", "tile": {"block_rows": 1, "rows_per_program": 4, "block_cols": 4096, "warps": 4,
+                                       "programs": 0, "reverse": False, "prefetch": False}}  # fmt: skip
+    assert "stages" not in repr(old) and "online" not in repr(old)
+    assert tile_row(old) == row and tile_of("k", row) == old
+    assert tile_of("k", tile_row(STAGED)) == STAGED and "stages=5" in repr(STAGED)
+
+
+def test_stages_are_tried_where_memory_is_copied_meanwhile() -> None:
+    """One or the other of two ways to load ahead; and what fits on chip."""
+
+    def around(tile: RowTile, idle: tuple[str, ...] = ()) -> list[RowTile]:
+        return [t for t in space.neighbours(tile, idle) if isinstance(t, RowTile)]
+
+    assert any(t.programs and t.stages > 1 for t in around(RowTile(1, 1, 4096, 8)))
+    assert not any(t.stages > 1 or t.programs for t in around(RowTile(1, 1, 64, 1), ("stages",)))
+    assert all(not (t.prefetch and t.stages > 1) for t in around(RowTile(2, 0, 4096, 16, 128, True, True)))
+    assert not space.fits(replace(STAGED, prefetch=True)) and not space.fits(replace(STAGED, block_rows=8))
+
+
+def test_a_row_that_only_its_sums_leave_is_not_staged() -> None:
+    """Triton would give every thread a row of the copied block, and take minutes for it."""
+    b = Graphs("sums")
+    b.dim("rows", min=1, max=8192, tune=(8192,))
+    x = b.input("x", "float16", ["rows", 4096])
+    work = front(replace(b.build(b.sum(x, dims=[1], keepdim=False)), differentiable=()), "h100")
+    ((key, site),) = work.kernels.sites.items()
+    found = candidates._plan(site, {key: STAGED})
+    assert not isinstance(found, str) and [s.plan.tile for s in found[0]] == [replace(STAGED, stages=1)]
+
+
+@pytest.mark.parametrize("name", sorted(n for n, t in targets().items() if t.kind in ("cuda", "hip")))
+def test_stages_are_as_many_as_a_target_has_room_for(name: str) -> None:
+    target = resolve(name)
+    work = front(norm(), name)
+    key, site = next((k, s) for k, s in work.kernels.sites.items() if s.low.phase.name == "inference")
+    found = candidates._plan(site, {key: replace(STAGED, stages=40)})
+    assert not isinstance(found, str)
+    tiles = {s.plan.tile for s in found[0] if isinstance(s.plan.tile, RowTile)}
+    row = 4096 * 2
+    assert all(t.stages == 1 or t.stages * row < target.shared_bytes for t in tiles)
+    assert {t.stages > 1 for t in tiles} == {target.async_copies}
+    rules = [s.plan.tile for s in work.kernels.by_key.values() if isinstance(s.plan.tile, RowTile)]
+    assert target.async_copies or all(t.stages == 1 for t in rules)
+    assert ("stages" in candidates.idle(site, {})) is not target.async_copies
