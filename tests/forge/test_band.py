@@ -93,9 +93,10 @@ import json, sys
 from forge import band
 band.LONG = band.MANY = 1
 import esper_ir.text as text
+from forge.service import front
 from tests.forge.interpreted import compare
 cases = json.loads(sys.argv[1])
-print(json.dumps([compare(text.parse(json.dumps(c)), {"n": 3}, "h100", "g") for c in cases]))
+print(json.dumps([compare(front(text.parse(json.dumps(c)), "h100"), {"n": 3}, "g") for c in cases]))
 """
 
 
