@@ -18,6 +18,7 @@ from forge.online import joins
 from forge.plan import KernelPlan, RowTile
 from forge.service import front
 from forge.target import resolve, targets
+from forge.toolchain import build_candidates
 from forge.tune import candidates, space
 from forge.tune.tiles import tile_of, tile_row
 from tests.forge.row_ways import logsumexp, several, softmax
@@ -115,3 +116,14 @@ def test_stages_are_as_many_as_a_target_has_room_for(name: str) -> None:
     rules = [s.plan.tile for s in work.kernels.by_key.values() if isinstance(s.plan.tile, RowTile)]
     assert target.async_copies or all(t.stages == 1 for t in rules)
     assert ("stages" in candidates.idle(site, {})) is not target.async_copies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a100", "b200", "h100", "t4"])
+def test_copies_lie_in_shared_memory_and_nothing_spills(name: str) -> None:
+    target = resolve(name)
+    sources = [s for s in front(norm(), name).kernels.by_key.values() if "bwd2" in s.plan.name]
+    (made,) = build_candidates([(sources[0],)], target)
+    assert not made.failed and made.kernels[0].spills == 0
+    # Four blocks of two operands of a row.
+    assert (made.kernels[0].shared >= 4 * 2 * 2 * 4096) is target.async_copies
