@@ -8,7 +8,7 @@ from dataclasses import replace
 from esper_ir.types import Dim
 from forge.access import INDEX, Access
 from forge.online import joined, joins
-from forge.plan import Compute, KernelPlan, Load, Reduce, RowTile, Stmt, Store, phases
+from forge.plan import Compute, KernelPlan, Load, Phase, Reduce, RowTile, Stmt, Store, next_pow2, phases
 from forge.target import Target
 
 KEPT = 20 << 10  # bytes on chip for what is no block under way: values of rows, exchange between warps
@@ -69,25 +69,33 @@ def both_axes(target: Target, reads: int, wide: int, rows: int, reverse: bool) -
 
 
 def swept(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: bool) -> RowTile:
-    """Of rows too wide for registers.
+    """Of rows too wide for registers, as timed on an H200.
 
-    A maximum and sums of exponentials come from one reading; where that is all, four warps with 2,048
-    columns, the next copied meanwhile: on an H200 4 to 9 % less time for rows of 32,000 than two readings.
-    A row that is read again is to come from the second-level cache, so programs have the warps that leave
-    room there for the rows of all of them: programs of 8 warps on an H200 with rows of 128 KiB read from
-    memory every time. Registers leave room for half of the warps that a multiprocessor could have.
+    Where a maximum and sums of exponentials below it are all, one reading: 4 to 9 % less time for rows of
+    62 KiB than two, 42 % for rows of 128 KiB. A row that is read again is to come from the second-level
+    cache, so programs have the warps that leave room there for the rows of all of them (registers leave room
+    for half of the warps that a multiprocessor could have): 7 % less for rows of 62 KiB with 16, 21 to 35 %
+    for 128 and 256 KiB with 32. A softmax that is stored is read twice either way, online in more time.
     """
-    online, reads = joins(plan), full(plan.accesses) & loaded(plan.body)
-    sweeps = joined(plan, phases(plan)[1]) if online else phases(plan)[1]
-    times = sum(bool(s.full) for s in sweeps)
-    if online and times == 1 and target.async_copies:
-        return RowTile(1, 1, 2048, 4, reverse=reverse, stages=4, online=True)
+    reads = full(plan.accesses) & loaded(plan.body)
     row = plan.cols.value(sizes) * sum(plan.accesses[at].dtype.itemsize for at in reads)
-    rows, room = plan.rows.value(sizes), target.l2_bytes * 3 // 4
+    if joins(plan) and _readings(joined(plan, phases(plan)[1])) == 1:
+        halves = all(plan.accesses[at].dtype.itemsize <= 2 for at in reads)
+        wide, warps, stages = (2048, 4, 4) if halves else (4096, 8, 3)
+        if target.async_copies:
+            return RowTile(1, 1, wide, warps, reverse=reverse, stages=stages, online=True)
+        return RowTile(1, 1, 4096, 8, reverse=reverse, prefetch=len(reads) <= 2, online=True)
+    again = target.kind == "cuda" and _readings(phases(plan)[1]) > 1
+    rows, room = max(plan.rows.value(sizes), 1), target.l2_bytes // 2
 
     def held(warps: int) -> bool:
-        return min(max(target.max_warps // 2 // warps, 1) * target.multiprocessors, rows) * row <= room
+        there = max(target.max_warps // 2 // warps, 1) * target.multiprocessors
+        return min(there, rows) * row <= room
 
-    fits = [w for w in (8, 16, 32) if held(w)] if target.kind == "cuda" and times > 1 else []
-    warps = min(fits, default=8)
-    return RowTile(1, 1, 512 * warps, warps, reverse=reverse, prefetch=len(reads) <= 2, online=online)
+    warps = next((w for w in (8, 16) if held(w)), 32) if again else 8
+    wide = 16384 // next_pow2(max(len(reads), 1)) if warps == 32 else 4096  # 64 registers a thread
+    return RowTile(1, 1, wide, warps, reverse=reverse, prefetch=len(reads) <= 2)
+
+
+def _readings(sweeps: Sequence[Phase]) -> int:
+    return sum(bool(s.full) for s in sweeps)
