@@ -178,9 +178,28 @@ class Matcher:
                 )
             out[axis] = at
         known = [a for a in out if a is not None]
-        if known != sorted(set(known)):
+        if known != sorted(set(known)) and not self._turned_back(group, node):
             return Rejected("placement", f"{node.id} would use an axis twice or out of order")
         return tuple(out)
+
+    def _turned_back(self, group: Group, node: Node) -> bool:
+        """A copy of a value in another order of axes, in that in which the group reads its operands: where
+        they are read along memory, the copy is written along memory.
+        """
+        made = self.graph.by_output
+        source = made.get(node.tensors[0]) if node.op == "cast" else None
+        order = self._exchanged(source)
+        if order is None or group.contraction is not None or group.scan is not None:
+            return False
+        back = tuple(order.index(axis) for axis in range(len(order)))
+        outside = {v for n in group.nodes for v in n.tensors if v not in group.placements}
+        return any(self._exchanged(made.get(v)) == back for v in outside)
+
+    def _exchanged(self, node: Node | None) -> tuple[int, ...] | None:
+        low = OPS[node.op].lowering if node is not None else None
+        if node is None or not isinstance(low, Movement) or low.kind != "permute":
+            return None
+        return permutation(node, len(node.types[0].shape))
 
     def _operand(self, group: Group, name: str) -> Placement | None:
         return group.placements.get(name) or right_aligned(self.types[name].shape, group.space)

@@ -26,6 +26,7 @@ from forge.passes.pools import pools_called
 from forge.passes.pushing import windows_to_leaves
 from forge.passes.reductions import straighten
 from forge.passes.scale import carry
+from forge.passes.shifts import shifted
 from forge.passes.turned import turned
 from forge.settle import settled
 from forge.target import Target
@@ -144,7 +145,7 @@ def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: 
     if work.target.kind == "cpu":
         phase = replace(phase, graph=bias_inside(phase.graph))
     else:
-        phase = replace(phase, graph=depthwise(windows_to_leaves(phase.graph)))
+        phase = replace(phase, graph=depthwise(windows_to_leaves(shifted(phase.graph))))
     sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
     phase = replace(phase, graph=settled(phase.graph, work.target, sizes))
     interface = interface_of(work.blueprint, work.graph.types, ())

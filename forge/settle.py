@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 from esper_ir.graph import Graph
 from forge.partition import partition
+from forge.passes.across import reordered
 from forge.passes.inside import inside
 from forge.recompute import moved_bytes, recompute
 from forge.target import Target
@@ -17,7 +19,7 @@ def settled(graph: Graph, target: Target, sizes: Mapping[str, int]) -> Graph:
     found: Graph | None = graph
     while found is not None:
         graph, found = found, None
-        for other in inside(graph):
+        for other in chain(inside(graph), reordered(graph)):
             best = best or _cost(graph, target, sizes)
             cost = _cost(other, target, sizes)
             if cost < best:

@@ -57,12 +57,17 @@ def _halves(plan: KernelPlan) -> bool:
 @dataclass
 class Kernel:
     """State of one emission: writer, axes of values, how to address each axis; `spread`: what is the same for
-    all rows of a tile is loaded for each of them; `pairs`: how reductions that are one combine."""
+    all rows of a tile is loaded for each of them; `apart`: a block of rows lies in one `batch` of the axes
+    before the rows' last one; `placed`: extrema of which somebody asks where they are; `in_line`: see
+    forge/along.py; `pairs`: how reductions that are one combine."""
 
     plan: KernelPlan
     interpreted: bool
     w: Writer = field(default_factory=Writer)
     spread: bool = False
+    apart: bool = False
+    placed: frozenset[str] = frozenset()
+    in_line: bool = False
     pairs: set[tuple[str, ...]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class Kernel:
         for axis, (stride, at) in enumerate(zip(access.strides, index, strict=True)):
             window = access.window(axis)
             if access.parts and axis == len(index) - 1:
-                terms += self.apart(access, at)
+                terms += self.by_parts(access, at)
             elif window is not None:
                 place = moved(window, at)
                 place = place if window.div == 1 else f"({place} // {window.div})"
@@ -91,7 +96,7 @@ class Kernel:
                 terms.append(f"{at} * {dim_text(stride)}")
         return " + ".join(terms) or "0"
 
-    def apart(self, access: Access, at: str) -> list[str]:
+    def by_parts(self, access: Access, at: str) -> list[str]:
         """Offsets along the parts that the last axis is made of."""
         out, inner = list[str](), Dim.of(1)
         for part, (size, stride) in reversed(list(enumerate(access.parts))):
@@ -206,6 +211,12 @@ class Kernel:
         outer = self.plan.space[:-1]
         if len(outer) == 1:
             return [row]
+        if self.apart:
+            return [*self._positions("batch", outer[:-1]), row]
+        return self._positions(row, outer)
+
+    def _positions(self, row: str, outer: tuple[Dim, ...]) -> list[str]:
+        """Positions along axes from the number of one of their elements."""
         out: list[str] = []
         inner = Dim.of(1)
         for position, size in reversed(list(enumerate(outer))):

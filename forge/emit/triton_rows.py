@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from forge.along import apart, in_line
 from forge.emit import triton_moments as moments
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side, together
 from forge.emit.triton_scalars import TRITON_TYPE, spell
 from forge.emit.writer import dim_text
 from forge.online import LESS, Below, Online, joined
-from forge.picked import picked
+from forge.picked import Place, picked, places
 from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases
 from forge.plan import Phase as Sweep
 
@@ -25,6 +26,15 @@ def rows(k: Kernel, tile: RowTile) -> None:
     k.w.line(f"pid = tl.program_id(0).to({k.index_type})")
     if tile.reverse and not tile.programs:
         k.w.line("pid = tl.num_programs(0) - 1 - pid")
+    k.apart = apart(k.plan)
+    if k.apart:
+        k.w.line(f"blocks = tl.cdiv({dim_text(k.plan.space[-2])}, {tile.block_rows})")
+        k.w.line("batch = pid // blocks")
+    k.in_line = in_line(k.plan)
+    if k.in_line:
+        k.w.line(f"across = tl.cdiv({dim_text(k.plan.cols)}, {tile.block_cols})")
+        k.w.line("turn = pid % across")
+        k.w.line("pid = pid // across")
     if whole or not any(isinstance(s, Reduce) and s.axis == "row" for s in k.plan.body):
         _whole(k, tile, whole)
     else:
@@ -60,6 +70,10 @@ def _first_row(tile: RowTile, step: str) -> str:
 
 
 def _row_lines(k: Kernel, tile: RowTile, step: str, prefix: str = "") -> None:
+    if k.apart:
+        k.w.line(f"row = pid % blocks * {tile.block_rows} + tl.arange(0, {tile.block_rows})[:, None]")
+        k.w.line(f"row_ok = row < {dim_text(k.plan.space[-2])}")
+        return
     k.w.line(f"{prefix}row = {_first_row(tile, step)} + tl.arange(0, {tile.block_rows})[:, None]")
     lower = f" & ({prefix}row >= 0)" if tile.reverse and tile.prefetch else ""
     k.w.line(f"{prefix}row_ok = ({prefix}row < {dim_text(k.plan.rows)}){lower}")
@@ -70,7 +84,8 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     1.
     """
     w, block = k.w, tile.block_cols
-    first = "" if whole else f"tl.program_id(1).to({k.index_type}) * {block} + "
+    turn = "turn" if k.in_line else f"tl.program_id(1).to({k.index_type})"
+    first = "" if whole else f"{turn} * {block} + "
     w.line(f"col = {first}tl.arange(0, {block})[None, :]")
     exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
     col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
@@ -222,10 +237,13 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
     w, kept = k.w, _row_mask(k, tile)
     before, sweeps = phases(k.plan)
     outer = k.row_indices("row")
+    at = places(k.plan)
+    k.placed = frozenset(p.of.name for p in at.values())
     for s in before:
         statement(k, s, [*outer, "0"], kept)
-    for sweep in joined(k.plan, sweeps) if tile.online else sweeps:
-        sums = tuple(r for r in sweep.reduces if not _pick(k, r, outer, kept))
+    for sweep in joined(k.plan, sweeps) if tile.online and not at else sweeps:
+        known = [r for r in sweep.reduces if r.name in at]
+        sums = tuple(r for r in sweep.reduces if r not in known and not _pick(k, r, outer, kept))
         pairs = sweep.sums if isinstance(sweep, Online) else ()
         tops = {p.top.name for p in pairs}
         for r in (*sums, *(p.total for p in pairs)):
@@ -234,12 +252,35 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
                 f"{r.name}_acc = tl.full({shape}, {identity(r.combine, k.dtypes[r.name])},"
                 f" {TRITON_TYPE[k.dtypes[r.name]]})"
             )
+            if r.name in k.placed:
+                first = f"tl.arange(0, {tile.block_cols})[None, :]"
+                w.line(f"{r.name}_at = {first} + tl.zeros({shape}, tl.int32)")
         full = sweep.full if sums == sweep.reduces else needed(k.plan, k.axes, {r.arg for r in sums})
         if full:
             _sweep(k, tile, replace(sweep, full=full, reduces=sums), outer)
         _swept_sums(k, sums, pairs)
+        for r in known:
+            _place(k, r, at[r.name])
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)
+
+
+def _place(k: Kernel, r: Reduce, place: Place) -> None:
+    """Where an extremum is: of the columns that each position of a block found, the first that has it."""
+    of = place.of.name
+    has = f"({of}_acc == {of})" + (f" | ({of}_acc != {of}_acc)" if place.nan else "")
+    first = f"tl.reduce(tl.where({has}, {of}_at, {place.none}), 1, _min, keep_dims=True)"
+    k.w.line(f"{r.name} = {first}.to({TRITON_TYPE[k.dtypes[r.name]]})")
+
+
+def _better(k: Kernel, r: Reduce, value: str) -> None:
+    """An extremum and the first column that has it, position of a block by position; not a number is one."""
+    take = f"({value} {'<' if r.combine == 'min' else '>'} {r.name}_acc)"
+    if k.dtypes[r.name].is_floating:
+        take += f" | (({value} != {value}) & ({r.name}_acc == {r.name}_acc))"
+    k.w.line(f"take = {take}")
+    k.w.line(f"{r.name}_acc = tl.where(take, {value}, {r.name}_acc)")
+    k.w.line(f"{r.name}_at = tl.where(take, col.to(tl.int32), {r.name}_at)")
 
 
 def _pick(k: Kernel, r: Reduce, outer: list[str], kept: dict[str, str]) -> bool:
@@ -345,4 +386,8 @@ def _columns(k: Kernel, sweep: Sweep, loads: list[Load], index: list[str], masks
         _online(k, top, [p.total for p in pairs if p.top == top], masks.get("c", ""))
     for r in (r for r in sweep.reduces if r not in [p.top for p in pairs]):
         value = masked(r.arg, masks.get("c", ""), identity(r.combine, k.dtypes[r.name]))
+        if r.name in k.placed:
+            k.w.line(f"of_{r.name} = {value}")
+            _better(k, r, f"of_{r.name}")
+            continue
         k.w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")

@@ -15,10 +15,12 @@ from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph
 from esper_ir.scalar import Prim, walk
 from esper_ir.types import Dim
+from forge.along import across, apart, in_line
 from forge.body import Body, collapse, folded
 from forge.groups import WHOLE_ROW, Group
 from forge.lowered import Launch, Lowered, ceildiv, size_of, symbols
 from forge.partials import SecondStage, Shares, workspaces
+from forge.picked import places
 from forge.plan import (
     INDEX,
     Access,
@@ -60,6 +62,7 @@ ADDED_ROWS = 16
 FEW_ROWS = 1024  # at most, added in one kernel
 BESIDE = 256  # rows of a processor's program that lie side by side in memory, and
 FEW_BESIDE = 8  # the fewest that are worth it
+HELD = 1 << 14  # elements of a program in registers, at most: 32 a thread
 
 
 @dataclass(frozen=True)
@@ -185,17 +188,6 @@ def _wide(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> b
     return False
 
 
-def _across(accesses: list[Access], beside: bool = False) -> bool:
-    """Memory runs along the rows' axis: of the accesses to most axes none steps by 1 along the columns, and
-    one does along an axis before (with `beside`, along the one right before). A square tile then reads whole
-    lines.
-    """
-    reach = max((sum(s != ZERO for s in a.strides) for a in accesses), default=0)
-    full = [a for a in accesses if sum(s != ZERO for s in a.strides) == reach and a.buffer != INDEX]
-    before = slice(-2 if beside else 0, -1)
-    return any(ONE in a.strides[before] for a in full) and all(a.strides[-1] != ONE for a in full)
-
-
 def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
     """A prior by shape. Column reductions on a card, and columns' values that are work to make: a fixed
     number of programs take blocks of rows in turn, the next block loaded while one is worked on; else one
@@ -205,11 +197,10 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     cols = space[-1].value(given.sizes)
     if given.target.kind == "cpu":
         return _processor_tile(given, space, accesses)
-    if not col_reduce and _across(accesses):
-        reads, writes = _streams(given, accesses)
-        most = 128 if row_reduce and reads <= 2 and not writes else 64
-        wide = min(most, next_pow2(max(cols, 1))) if row_reduce else 64
-        return RowTile(64, 64, wide, 8, reverse=given.reverse, prefetch=row_reduce)
+    if not col_reduce and across(accesses):
+        if not row_reduce:
+            return RowTile(64, 64, 64, 8, reverse=given.reverse)
+        return _across_tile(given, space, accesses)
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
     if not row_reduce:
@@ -228,6 +219,10 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
             return RowTile(block, block, wide, 1, reverse=given.reverse)
         block = max(min(TILE // 2 // wide, 64), 1)  # many operands: 8 elements a thread
         return RowTile(block, block, wide, max(block * wide // 256, 1), reverse=given.reverse)
+    if not col_reduce and not row_reduce and _by_row_alone(accesses):
+        wide = min(next_pow2(max(cols, 1)), TILE // 2)
+        block = max(min(TILE // 2 // wide, 64), 1)
+        return RowTile(block, block, wide, 4, reverse=given.reverse)
     if not col_reduce and not whole and row_reduce:
         return swept(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
     if not col_reduce:
@@ -245,6 +240,37 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=True)
 
 
+def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
+    """Reductions along axes across memory: a row's part of a line is at least 128 bytes.
+
+    Short rows that are read more than once, or written, are held: 16 elements a thread hide the answer of
+    memory where several programs share a multiprocessor, up to 32 where that spares another reading. Long
+    ones are swept with 32 loads of a thread under way, each row by one thread where rows are many.
+    """
+    (reads, writes), cols = _streams(given, accesses), max(space[-1].value(given.sizes), 1)
+    rows, wide = _rows_of(given, space), next_pow2(cols)
+    inner = next_pow2(max(space[-2].value(given.sizes), 1))
+    size = max((accesses[at].dtype.itemsize for at in full(accesses)), default=4)
+    plan = KernelPlan("", space, tuple(accesses), tuple(given.body.stmts), PointTile(1, 1), ())
+    where = len(places(plan))
+    several = writes > 0 or sum(isinstance(s, Reduce) for s in plan.body) - where > 1
+    line, streams = max(128 // size, 16), max(reads, 1)
+    most = HELD if several else HELD // 2
+    if not where and space[-1].static is not None and line * wide * streams <= most:
+        block = min(max(TILE // (wide * streams), line), max(inner, line))
+        held = block * wide * streams
+        warps = min(max(next_pow2(held // 512), 1), 16 if held > HELD // 2 else 8)
+        return RowTile(block, block, wide, warps, reverse=given.reverse)
+    block = 4 * line if rows >= MANY_ROWS * line else line
+    return RowTile(block, block, TILE // (streams + where) // block, 4, reverse=given.reverse)
+
+
+def _by_row_alone(accesses: list[Access]) -> bool:
+    """Values of a row are read, and none of a column: several rows of a program would share nothing."""
+    letters = {a.letters() for a in accesses if a.buffer != INDEX}
+    return "r" in letters and "c" not in letters and not any(a.windows for a in accesses)
+
+
 def _processor_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
     """Some rows of one after the other; where memory runs along the rows, `BESIDE` at a time in vectors."""
     col_reduce = reduces(given.body.stmts)[1]
@@ -253,7 +279,7 @@ def _processor_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Acc
     per = ADDED_ROWS if col_reduce else next_pow2(max(min(8192 // max(cols, 1), 64), 1))
     count = space[-2].value(given.sizes)
     moved = any(a.windows or a.parts for a in accesses)
-    if col_reduce or moved or count < FEW_BESIDE or not _across(accesses, beside=True):
+    if col_reduce or moved or count < FEW_BESIDE or not across(accesses, beside=True):
         return RowTile(1, per, wide, 1)
     beside = min(next_pow2(count), BESIDE)
     return RowTile(beside, max(beside, per), wide, 1)
@@ -340,6 +366,12 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
     columns = ONE if row_reduce or given.target.kind == "cpu" else ceildiv(space[-1], tile.block_cols)
+    plan = KernelPlan("", space, tuple(accesses), tuple(given.body.stmts), tile, ())
+    if given.target.kind != "cpu" and apart(plan):
+        outer = KernelPlan("", space[:-1], (), (), tile, ()).rows
+        programs = outer * ceildiv(space[-2], tile.block_rows)
+    if given.target.kind != "cpu" and in_line(plan):
+        programs, columns = programs * columns, ONE
     steps = [_launch(given, space, accesses, given.body.stmts, tile, programs, columns)]
     temps = workspaces(given.graph, given.body, programs, space[-1])
     if given.body.partials:
