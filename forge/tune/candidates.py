@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from esper_ir.diagnostics import EsperError
+from forge.along import apart, in_line
 from forge.lower import Kernels, KernelSource, Site
 from forge.online import joins
 from forge.plan import Tile
@@ -109,7 +110,8 @@ def idle(site: Site, given: Mapping[str, Tile]) -> tuple[str, ...]:
     """Fields of a tile of rows that mean nothing for the group on its target."""
     found = _plan(site, given)
     plans = () if isinstance(found, str) else tuple(s.plan for s in found[0])
-    copies = () if site.low.target.async_copies else ("stages",)
+    turns = site.low.target.async_copies and not any(apart(p) or in_line(p) for p in plans)
+    copies = () if turns else ("stages",)
     return copies if any(joins(p) for p in plans) and site.low.target.kind != "cpu" else (*copies, "online")
 
 
