@@ -220,8 +220,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         block = max(min(TILE // 2 // wide, 64), 1)  # many operands: 8 elements a thread
         return RowTile(block, block, wide, max(block * wide // 256, 1), reverse=given.reverse)
     if not col_reduce and not row_reduce and _by_row_alone(accesses):
-        wide = min(next_pow2(max(cols, 1)), TILE // 2)
-        block = max(min(TILE // 2 // wide, 64), 1)
+        wide = min(next_pow2(max(cols, 1)), TILE // 4)
+        block = max(min(TILE // 4 // wide, 64), 1)
         return RowTile(block, block, wide, 4, reverse=given.reverse)
     if not col_reduce and not whole and row_reduce:
         return swept(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
@@ -243,9 +243,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
 def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
     """Reductions along axes across memory: a row's part of a line is at least 128 bytes.
 
-    Short rows that are read more than once, or written, are held: 16 elements a thread hide the answer of
-    memory where several programs share a multiprocessor, up to 32 where that spares another reading. Long
-    ones are swept with 32 loads of a thread under way, each row by one thread where rows are many.
+    Short rows that are read more than once, or written, are held, 32 elements a thread: with half as many
+    in twice the warps, what warps tell each other costs more than a longer wait for memory. Long ones are
+    swept with 32 loads of a thread under way ahead, each row by one thread where rows are many.
     """
     (reads, writes), cols = _streams(given, accesses), max(space[-1].value(given.sizes), 1)
     rows, wide = _rows_of(given, space), next_pow2(cols)
@@ -258,11 +258,10 @@ def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access
     most = HELD if several else HELD // 2
     if not where and space[-1].static is not None and line * wide * streams <= most:
         block = min(max(TILE // (wide * streams), line), max(inner, line))
-        held = block * wide * streams
-        warps = min(max(next_pow2(held // 512), 1), 16 if held > HELD // 2 else 8)
+        warps = min(max(next_pow2(block * wide * streams // 1024), 1), 16)
         return RowTile(block, block, wide, warps, reverse=given.reverse)
     block = 4 * line if rows >= MANY_ROWS * line else line
-    return RowTile(block, block, TILE // (streams + where) // block, 4, reverse=given.reverse)
+    return RowTile(block, block, TILE // streams // block, 4, reverse=given.reverse, prefetch=not several)
 
 
 def _by_row_alone(accesses: list[Access]) -> bool:
