@@ -247,6 +247,9 @@ class Matcher:
                 "axes", f"{node.id} reduces over axes {sorted(dims)}, the group is split at {group.split}"
             )
         kept = [a for i, a in enumerate(source) if i not in dims]
+        order = [a for a in kept if a is not None]
+        if not over and order != sorted(order):  # partial rows become the result as they lie
+            return Rejected("placement", f"{node.id} keeps axes in another order than the group's")
         both = {"row", "col"} == self._kinds(group) | {"row" if over else "col"}
         if "squares" in self._combines(group) | {low.combine} and (both or over):
             return Rejected("combine", "squares about a mean are made down the columns alone")

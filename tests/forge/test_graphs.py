@@ -62,6 +62,14 @@ def sums_over_every_choice_of_axes(b: Builder) -> Outputs:
 
 
 @case
+def sums_of_a_value_in_another_order_of_axes(b: Builder) -> Outputs:
+    """Its maker and the sums would share a kernel whose columns lie in the maker's order."""
+    y = b.sin(b.input("x", F, ["rows", 2, 13]))
+    turned = b.permute(y, dims=[0, 2, 1])
+    return y, b.sum(turned, dims=[0]), b.amax(turned, dims=[0], keepdim=True), b.var(turned, dims=[0])
+
+
+@case
 def extremes_over_every_choice_of_axes(b: Builder) -> Outputs:
     x = b.input("x", B, ["rows", 5, 6])
     return tuple(b.op(op, x, dims=p) for op in ("amax", "amin") for p in ([0], [1], [2], [0, 2]))
