@@ -32,6 +32,8 @@ def _pair(plan: Plan, at: int, kernel: KernelPlan) -> tuple[int, int] | None:
         return None
     if kernel.cols == ONE and any(isinstance(s, Reduce) for s in kernel.body):
         return None  # what a row gives is stored at once, and its elements may be loaded again
+    if any(isinstance(s, Reduce) and s.combine == "squares" for s in kernel.body):
+        return None  # all rows are loaded again when their sums are known
     number = dict(zip(kernel.buffers, _used(step), strict=True))
     earlier = {n for s in plan.steps[:at] for n in _used(s)}
     later = {n for s in plan.steps[at + 1 :] for n in _used(s)} | {

@@ -10,6 +10,7 @@ import pytest
 import forge.lower
 from bench.prepare import UNBUILT
 from esper_ir import text
+from esper_ir.builder import Builder
 from forge.lower import PhaseLowering
 from forge.lowered import Launch
 from forge.pass_manager import run
@@ -19,6 +20,7 @@ from forge.target import resolve
 from forge.views import ONE
 from forge.work import Work
 from library.launch import ExternStep
+from tests.forge.whole import check
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -64,3 +66,11 @@ def test_an_operand_that_is_still_wanted_stays(kind: str, apart: PhaseLowering) 
         moved = tuple(replace(a, offset=ONE) if a.buffer == "v" else a for a in last.accesses)
         kernels[-1] = replace(last, accesses=moved)
     assert in_place(plan, kernels) == plan
+
+
+def test_rows_that_are_loaded_twice_are_not_written_over() -> None:
+    """A variance down the columns looks at all rows of a program again, when a result of it is stored."""
+    b = Builder("again")
+    b.dim("rows", min=1, max=4096, tune=(64,))
+    y = b.softmax(b.input("x", "float32", ["rows", 31]), dim=0)
+    check(b.build(y, b.var(b.mul(y, 3.0), dims=[0], correction=0)), {"rows": 40}, "cpu", "c")
