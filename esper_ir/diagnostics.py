@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 # What steers a terminal or turns the direction of writing; line ends and tabs are left.
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
+
+MOST_NAMES = 1000
 
 # Exit codes of every command line tool of the project.
 EXIT_OK = 0
@@ -30,6 +34,15 @@ def printable(text: str) -> str:
     shown, not obeyed.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def did_you_mean(name: str, known: Iterable[str], every: str = "") -> str:
+    """A hint: the names of `known` that look like `name` (nothing where none does, or where there are too
+    many to look through), then what is said in `every` case.
+    """
+    names = list(islice(known, MOST_NAMES + 1))
+    close = difflib.get_close_matches(name[:64], names, n=3) if len(names) <= MOST_NAMES else []
+    return f"did you mean {' or '.join(close)}? {every}".rstrip() if close else every
 
 
 class EsperError(Exception):
@@ -60,10 +73,13 @@ class EsperError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """One readable text: code, node, message, every diagnostic, hint."""
+        """One readable text: code, node, message, every diagnostic (of one with this message what it adds),
+        hint.
+        """
         where = f" [{self.node}]" if self.node else ""
         lines = [f"{self.code}{where}: {self.message}"]
-        lines += [str(d) for d in self.diagnostics]
+        alone = len(self.diagnostics) == 1 and self.diagnostics[0].message == self.message
+        lines += [d.render(head=not alone) for d in self.diagnostics]
         if self.hint:
             lines.append(f"  hint: {self.hint}")
         return printable("\n".join(lines))
@@ -105,12 +121,15 @@ class Diagnostic:
     hint: str | None = None
 
     def __str__(self) -> str:
+        return self.render()
+
+    def render(self, head: bool = True) -> str:
+        """Code, node and message (the `head`), the printed graph, the hint."""
         where = f" [{self.node}]" if self.node else ""
-        lines = [f"  {self.level} {self.code}{where}: {self.message}"]
-        if self.context:
-            lines += [f"    {line}" for line in self.context.splitlines()]
+        lines = [f"  {self.level} {self.code}{where}: {self.message}"] if head else []
+        lines += [f"    {line}" for line in self.context.splitlines()]
         if self.hint:
-            lines.append(f"    hint: {self.hint}")
+            lines.append(f"    hint: {self.hint}" if head else f"  hint: {self.hint}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

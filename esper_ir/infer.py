@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from esper_ir.diagnostics import EsperError
+from esper_ir.diagnostics import EsperError, did_you_mean
 from esper_ir.opdef import REQUIRED, Attr, Number, OpDef
 from esper_ir.types import Dim, DimSpec, DType, TensorType, declared
 
@@ -85,7 +85,8 @@ def complete(op: OpDef, given: Mapping[str, Any]) -> dict[str, Any]:
     known = {a.name for a in op.params}
     for name in given:
         if name not in known:
-            hint = f"{op.name} has {', '.join(sorted(known))}" if known else f"{op.name} has no attributes"
+            has = f"{op.name} has {', '.join(sorted(known))}" if known else f"{op.name} has no attributes"
+            hint = did_you_mean(str(name), sorted(known), has)
             raise EsperError("E0202", f"unknown attribute {str(name)[:64]!r}", hint=hint)
     out: dict[str, Any] = {}
     for attr in op.params:

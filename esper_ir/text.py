@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_LIMIT, EXIT_NOT_FOUND, EsperError
+from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_LIMIT, EXIT_NOT_FOUND, EsperError, did_you_mean
 from esper_ir.graph import Blueprint, Leaf, Node, Ref
 from esper_ir.types import Dim, DimSpec, DType, TensorType
 
@@ -111,8 +111,9 @@ def _object(value: Any, where: str, required: Sequence[str], optional: Sequence[
     found = _expect(value, dict, where, "an object")
     for key in found:
         if key not in required and key not in optional:
-            known = ", ".join([*required, *optional])
-            raise EsperError("E0105", f"{where} has the unknown key {key[:64]!r}", hint=f"keys: {known}")
+            known = [*required, *optional]
+            hint = did_you_mean(key, known, f"keys: {', '.join(known)}")
+            raise EsperError("E0105", f"{where} has the unknown key {key[:64]!r}", hint=hint)
     for key in required:
         if key not in found:
             raise EsperError("E0105", f"{where} lacks the key {key!r}")
@@ -180,7 +181,7 @@ def _init(value: Any, where: str) -> dict[str, Any]:
     kind = found.get("kind")
     known = INITIALISERS.get(kind) if isinstance(kind, str) else None
     if known is None:
-        hint = f"one of: {', '.join(INITIALISERS)}"
+        hint = did_you_mean(str(kind), INITIALISERS, f"one of: {', '.join(INITIALISERS)}")
         raise EsperError("E0111", f"{where}: unknown initialiser {str(kind)[:64]!r}", hint=hint)
     for key, number in found.items():
         if key != "kind" and (

@@ -12,7 +12,7 @@ from functools import reduce
 from math import gcd
 from types import MappingProxyType
 
-from esper_ir.diagnostics import EsperError
+from esper_ir.diagnostics import EsperError, did_you_mean
 
 
 class DType(enum.Enum):
@@ -48,8 +48,8 @@ class DType(enum.Enum):
         try:
             return DType(text)
         except ValueError:
-            known = ", ".join(d.value for d in DType)
-            hint = f"one of: {known}"
+            known = [d.value for d in DType]
+            hint = did_you_mean(str(text), known, f"one of: {', '.join(known)}")
             raise EsperError("E0103", f"unsupported dtype {text!r}", node=where, hint=hint) from None
 
 

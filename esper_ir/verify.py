@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from esper_ir.diagnostics import Diagnostic, EsperError
+from esper_ir.diagnostics import Diagnostic, EsperError, did_you_mean
 from esper_ir.graph import Blueprint, Graph, Leaf, Node, producer, value_name
 from esper_ir.infer import Inference, check_arity, complete
 from esper_ir.opdef import OpDef
@@ -82,7 +83,8 @@ class _Check:
             for dim in leaf.type.shape:
                 unknown = sorted(dim.symbols() - set(self.bp.dims))
                 if unknown:
-                    hint = f"declare it under dims; known: {', '.join(self.bp.dims) or 'none'}"
+                    known = f"declare it under dims; known: {', '.join(self.bp.dims) or 'none'}"
+                    hint = did_you_mean(unknown[0], self.bp.dims, known)
                     self.report("E0307", f"{leaf.name}: unknown dim {unknown[0]!r}", leaf.name, hint)
                 elif not _non_negative(dim, ranges):
                     self.report(
@@ -100,16 +102,19 @@ class _Check:
         owner = producer(ref, self.nodes)
         return owner if owner in self.nodes else None
 
+    def _meant(self, ref: str) -> str:
+        return did_you_mean(ref, chain(self.leaves, self.nodes)) or "check the spelling"
+
     def references(self) -> None:
         for node in self.bp.nodes:
             for ref in node.tensors:
                 if self.source(ref) is None:
-                    self.report("E0302", f"{ref!r} is no input, param or node", node.id, "check the spelling")
+                    self.report("E0302", f"{ref!r} is no input, param or node", node.id, self._meant(ref))
         if not self.bp.outputs:
             self.report("E0306", "there are no outputs", hint="name at least one value under outputs")
         for name in self.bp.outputs:
             if self.source(name) is None:
-                self.report("E0302", f"output {name!r} is no value", hint="check the spelling")
+                self.report("E0302", f"output {name!r} is no value", hint=self._meant(name))
         if len(set(self.bp.outputs)) != len(self.bp.outputs):
             self.report("E0306", "an output is listed twice")
         for name in self.bp.differentiable or ():
@@ -339,6 +344,6 @@ def typed(bp: Blueprint) -> Graph:
     code = codes.pop() if len(codes) == 1 else "E0308"
     first = errors[0]
     message = first.message if len(errors) == 1 else f"{bp.name} has {len(errors)} errors"
-    raise EsperError(
-        code, message, node=first.node, hint="`verify` lists them", diagnostics=errors[:MAX_FINDINGS]
-    )
+    more = len(errors) - MAX_FINDINGS
+    hint = f"{more} more are not shown" if more > 0 else None
+    raise EsperError(code, message, node=first.node, hint=hint, diagnostics=errors[:MAX_FINDINGS])

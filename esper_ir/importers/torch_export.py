@@ -111,9 +111,9 @@ def _export(
     try:
         tensors = _names(module.forward, args, kwargs)
     except TypeError as error:
-        raise EsperError(
-            "E0405", f"{title}.forward does not take these inputs: {error}", node=title
-        ) from None
+        takes = ", ".join(inspect.signature(module.forward).parameters)
+        message = f"{title}.forward does not take these inputs: {error}"
+        raise EsperError("E0405", message, node=title, hint=f"it takes: {takes or 'nothing'}") from None
     dims, rows = plan(dynamic, tensors)
     args, kwargs = widened((args, kwargs), rows)
     shapes = shapes_for_export(module.forward, args, kwargs, dims, rows, _positional(module.forward))

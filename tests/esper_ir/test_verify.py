@@ -113,6 +113,7 @@ def test_everything_at_once() -> None:
     with pytest.raises(EsperError) as caught:
         typed(bp)
     assert caught.value.code == "E0308" and len(caught.value.diagnostics) == 7
+    assert str(caught.value).count("  error E") == 7
     cycle = next(d for d in verify(bp) if d.code == "E0303")
     assert "e <- f <- e" in cycle.message or "f <- e <- f" in cycle.message
 
