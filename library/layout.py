@@ -41,7 +41,7 @@ def open_layout(home: Path, *, create: bool) -> Path:
                 "E0701",
                 f"no library at {home}",
                 node=str(home),
-                hint="--library or ESPER_LIBRARY names another",
+                hint="--library or ESPER_LIBRARY names another; `esper-forge compile` makes one",
             )
         make_private(home)
         _make(Path(os.path.realpath(home)))

@@ -52,13 +52,12 @@ def not_found(index: Index, text: str, what: str) -> EsperError:
         else [b.id for b in rows.blueprints(index, text[:1], text[:1] + "g")]
     )
     listed = ", ".join(near[:4])
-    return fail(
-        "E0721",
-        f"no {what} {text!r} in {index.home}",
-        node=text,
-        hint=f"nearest: {listed}" if listed else "`esper-library ls` lists what there is",
-        details={"nearest": near[:4]},
-    )
+    hint = f"nearest: {listed}" if listed else "`esper-library ls` lists what there is"
+    named = [b.id[:12] for b in rows.blueprints(index) if b.name == text]
+    if named:
+        near, hint = named, f"that is a name; the id of its blueprint: {', '.join(named[:4])}"
+    details = {"nearest": near[:4]}
+    return fail("E0721", f"no {what} {text!r} in {index.home}", node=text, hint=hint, details=details)
 
 
 def nearest(index: Index, text: str) -> list[str]:
@@ -83,5 +82,7 @@ def _ambiguous(text: str, what: str, lines: list[str], ids: list[str]) -> EsperE
 
 
 def _check(text: str) -> None:
+    if not isinstance(text, str):
+        raise fail("E0720", f"{text!r} is not an id: it must be a text")
     if not _TEXT.match(text):
         raise fail("E0720", f"{text[:80]!r} is not an id: 4 or more of a-z 0-9 . _ -", node=text[:80])

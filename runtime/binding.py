@@ -80,7 +80,8 @@ def restore(artifact_id: str, kind: str, options: dict[str, Any]) -> Handle:
 
 
 class Block(nn.Module):
-    """`block(*inputs)` with the blueprint's inputs in order; returns its output, or a tuple of them.
+    """`block(*inputs)` with the blueprint's inputs in order or by name; returns its output, or a tuple of
+    them.
 
     Errors of a call: E0810 shape, E0811 dtype, E0813 size outside the declared range, E0814 device, E0816
     double backward, E0817 torch.func, E0818 kind of tensor, E0820 launch failure.
@@ -162,7 +163,9 @@ class Block(nn.Module):
     # -- calls
     # ---------------------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        if named:
+            inputs = self._in_order(inputs, named)
         if _is_compiling() or self._dispatch == "op" or _modes():
             return self._by_operator(inputs)
         tensors = [*inputs, *self._own()] if self._own_names else list(inputs)
@@ -174,6 +177,22 @@ class Block(nn.Module):
                 return self._call(tensors) if made is None else made
         made = _known(self._state.node, tensors)
         return self._call(tensors) if made is None else made
+
+    def _in_order(self, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Inputs of which some were passed by name. E0810."""
+        names = self._takes()[len(inputs) :]
+        if sorted(named) != sorted(names):
+            raise self._miscounted(f"{len(inputs)} in order and {', '.join(named)} by name")
+        return (*inputs, *[named[name] for name in names])
+
+    def _takes(self) -> list[str]:
+        """Names of what a caller passes."""
+        return [s.name for s in self.program.interface.inputs[: self._arity]]
+
+    def _miscounted(self, got: str) -> EsperError:
+        names = self._takes()
+        some = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        return fail("E0810", f"takes {some} ({', '.join(names)}), got {got}", node=self._name)
 
     def _own(self) -> list[Tensor]:
         """Parameters, buffers and constants as they are now; what replaced one (parametrize, swapping) is
@@ -200,6 +219,8 @@ class Block(nn.Module):
             if found is None:
                 if any(t.__class__ not in PLAIN for t in tensors):
                     return self._special(tensors)
+                if (over := len(tensors) - len(self._own_names) - self._arity) != 0:
+                    raise self._miscounted(str(len(self._takes()) + over))
                 found = state.choose(tensors, grad)
             return _launch(state, found, tensors)
         except EsperError as error:
@@ -256,7 +277,7 @@ class Block(nn.Module):
 
     def _instead(self, error: EsperError, tensors: list[Tensor]) -> Any:
         """Shapes alone on the meta device; the eager twin, if the caller opted in and it can answer."""
-        if error.code in ("E0814", "E0818") and all(t.is_meta for t in tensors):
+        if error.code in ("E0814", "E0818") and all(getattr(t, "is_meta", False) for t in tensors):
             return self._operate(tensors)
         if error.code == "E0814" and self._index >= 0 and self._moved(tensors):
             return self._elsewhere(tensors)
@@ -356,7 +377,13 @@ def _launch(state: State, found: tuple[Ready, bool], tensors: list[Tensor]) -> A
 class StatefulBlock(Block):
     """A block that draws, or whose buffers a training step updates: called and seen like any other."""
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def _takes(self) -> list[str]:
+        drawn = self.program.interface.random
+        return [name for name in super()._takes() if name not in drawn]
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
+        if named:
+            inputs = self._in_order(inputs, named)
         interface = self.program.interface
         found = super().forward(*with_drawn(interface, inputs, device_of(inputs, self.program.device)))
         if not interface.updates:

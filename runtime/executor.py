@@ -219,9 +219,9 @@ class Program:
             )
         for spec, shape in zip(specs, shapes, strict=True):
             if len(shape) != len(spec.shape):
-                raise fail(
-                    "E0810", f"{spec.name} has rank {len(shape)}, declared {list(spec.shape)}", node=spec.name
-                )
+                declared = ", ".join(map(str, spec.shape))
+                message = f"{spec.name} has the shape {list(shape)}, declared [{declared}]"
+                raise fail("E0810", message, node=spec.name)
         dims = {d.name: int(shapes[d.tensor][d.axis]) for d in self.interface.dims}
         self._check_ranges(dims)
         for spec, shape in zip(specs, shapes, strict=True):

@@ -232,7 +232,7 @@ def launch_of(loaded: LoadedArtifact) -> launch_manifest.LaunchManifest:
 
 def resolve(library: Library, name: str, device: torch.device | None, unvalidated: bool) -> ArtifactRecord:
     """The record that a name means: an artifact by id or prefix, or the best artifact of a blueprint."""
-    if "-" in name:
+    if "-" in str(name):
         return library.resolve(name)
     ranking, blueprint, kinds = survey(library, name, device, unvalidated)
     if not ranking.chosen:

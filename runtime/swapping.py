@@ -120,7 +120,7 @@ def _matching(model: nn.Module, key: str | type[nn.Module]) -> list[tuple[str, n
     if not found:
         shown = key if isinstance(key, str) else key.__name__
         names = [n for n, _ in named if n] if isinstance(key, str) else [type(m).__name__ for _, m in named]
-        near = get_close_matches(shown, dict.fromkeys(names), 3, 0.3)
+        near = get_close_matches(shown, dict.fromkeys(names), 3, 0.3) or list(dict.fromkeys(names))[:3]
         raise fail("E0850", f"no module matches {shown!r}", node=shown, hint=f"nearest: {', '.join(near)}")
     return found
 

@@ -194,6 +194,12 @@ def test_meta_and_functional(put: Put) -> None:
     fn = runtime.load(name, functional=True)
     w = torch.randn(a.N, requires_grad=True)
     assert torch.equal(fn(x, w), x * w) and not list(fn.parameters())
+    assert torch.equal(fn(w=w, x=x), x * w) and torch.equal(fn(x, w=w), x * w)
+    assert "takes 2 tensors (x, w), got 1" in str(refusal("E0810", fn, x))
+    assert "takes 1 tensor (x), got 2" in str(refusal("E0810", block, x, w))
+    assert "got 1 in order and w by name" in str(refusal("E0810", block, x, w=w))
+    refusal("E0818", block, x.numpy())
+    refusal("E0720", runtime.load, None)
     assert torch.equal(torch.autograd.grad(fn(x, w).sum(), w)[0], x.sum(0))
 
 

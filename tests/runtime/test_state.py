@@ -161,8 +161,12 @@ def test_torchs_generator_decides(ids: dict[str, str]) -> None:
         before = torch.get_rng_state()
         block(x)
         assert not torch.equal(torch.get_rng_state(), before)
-    refusal("E0810", block, x, x)
-    refusal("E0810", block)
+    torch.manual_seed(1)
+    assert torch.equal(block(x=x), found[0])
+    assert "takes 1 tensor (x), got 2" in str(refusal("E0810", block, x, x))
+    assert "takes 1 tensor (x), got 0" in str(refusal("E0810", block))
+    refusal("E0810", block, y=x)
+    refusal("E0810", block, x, x=x)
 
 
 def _seed(seed: int) -> Tensor:
