@@ -26,6 +26,7 @@ TARGET = click.option(
 
 BUDGET = click.option("--budget", help="Time to measure in, as 90s, 30m or 2h (at most 24h).")
 LONGEST_S = 24 * 3600.0
+WIDEST = 64  # characters of a column
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -410,6 +411,10 @@ def explain_miss(first: str, second: str, library: Path | None, as_json: bool) -
 
     with _errors(as_json), Library.open(library, create=False, readonly=True) as store:
         rows = key_differences(store, first, second)
+        if not rows:
+            click.echo("the two keys do not differ", err=True)
+        if not as_json:
+            rows = [{name: _short(_cell(value)) for name, value in row.items()} for row in rows]
         _table(rows, as_json, "esper-explain-miss/1", "differences")
 
 
@@ -431,13 +436,22 @@ def _table(rows: list[dict[str, Any]], as_json: bool, schema: str, key: str) -> 
     if as_json:
         click.echo(json.dumps({"schema": schema, key: rows}, indent=1))
         return
-    for row in rows:
-        click.echo("  ".join(f"{_cell(v):<14}" for v in row.values()).rstrip())
+    lines = [tuple(name.upper() for name in rows[0])] if rows else []
+    lines += [tuple(map(_cell, row.values())) for row in rows]
+    widths = [min(max(map(len, column)), WIDEST) for column in zip(*lines, strict=True)]
+    for line in lines:
+        click.echo("  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip())
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(v, str) for v in value):
         return " > ".join(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     one_line = not isinstance(value, str) or value.isprintable()
     return str(value) if one_line and not isinstance(value, (list, dict)) else json.dumps(value)
 

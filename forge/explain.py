@@ -35,6 +35,7 @@ def explain(work: Work) -> dict[str, Any]:
 
 def _phase(low: PhaseLowering, target: Target) -> dict[str, Any]:
     sizes = _sizes(low)
+    home = {node.id: group.name for group, _ in low.lowered for node in group.nodes}
     return {
         "phase": low.phase.name,
         "wanted": list(low.phase.wanted),
@@ -44,6 +45,7 @@ def _phase(low: PhaseLowering, target: Target) -> dict[str, Any]:
         "refused": [
             {"node": r.node, "group": r.group, "code": r.why.code, "reason": r.why.reason}
             for r in low.parts.refusals
+            if r.group not in home or home.get(r.node) != home[r.group]  # not put together later
         ],
     }
 
@@ -131,7 +133,8 @@ def render(document: Mapping[str, Any]) -> str:
     for phase in document["phases"]:
         bucket = ", ".join(f"{d} {lo}..{hi}" for d, (lo, hi) in phase["bucket"].items()) or "all sizes"
         wanted = f" of {', '.join(phase['wanted'])}" if phase["wanted"] else ""
-        lines.append(f"\n{phase['phase']}{wanted} [{bucket}]")
+        at = ", ".join(f"{d}={size}" for d, size in phase["sizes"].items())
+        lines.append(f"\n{phase['phase']}{wanted} [{bucket}]{f', figures at {at}' if at else ''}")
         for g in phase["groups"]:
             moved = (g["bytes_read"] + g["bytes_written"]) / 1e6
             what = " + ".join([*g["kernels"], *g["externs"]])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
+import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from esper_ir.diagnostics import EXIT_NOT_FOUND, EXIT_USAGE, EsperError
+from esper_ir.diagnostics import EXIT_NOT_FOUND, EXIT_USAGE, EsperError, did_you_mean
 from esper_ir.graph import Blueprint
 from esper_ir.importers.torch_dims import from_options
 from esper_ir.importers.torch_export import from_torch
@@ -95,7 +97,9 @@ def load(target: str) -> tuple[Path, str, Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if found is None:
-        raise EsperError("E0516", f"{path.name} has no {name}", node=text, exit_code=EXIT_NOT_FOUND)
+        hint = did_you_mean(name, (n for n, v in vars(module).items() if callable(v))) or None
+        message = f"{path.name} has no {name}"
+        raise EsperError("E0516", message, node=text, hint=hint, exit_code=EXIT_NOT_FOUND)
     return path, name, found
 
 
@@ -118,6 +122,21 @@ def built(path: Path, found: Any, arguments: dict[str, Any]) -> nn.Module | Call
     return made
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Where torch cannot trace a module it logs a traceback and prints its graph; the refusal says that in a
+    line, with the place in the user's file. What was written before a success is kept.
+    """
+    before, kept = logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(kept):
+            yield
+    finally:
+        logging.disable(before)
+    sys.stderr.write(kept.getvalue())
+
+
 def import_file(
     target: str,
     inputs: Sequence[str],
@@ -138,11 +157,13 @@ def import_file(
     if isinstance(made, nn.Module):
         made.train(training)
     given = [example(text) for text in inputs]
-    return from_torch(
-        made,
-        tuple(t for n, t in given if n is None),
-        kwargs={n: t for n, t in given if n is not None},
-        dynamic=from_options(dynamic),
-        name=name or label.rpartition(".")[2],
-        updates=updates,
-    )
+    axes = from_options(dynamic)
+    with _quietly():
+        return from_torch(
+            made,
+            tuple(t for n, t in given if n is None),
+            kwargs={n: t for n, t in given if n is not None},
+            dynamic=axes,
+            name=name or label.rpartition(".")[2],
+            updates=updates,
+        )

@@ -96,7 +96,8 @@ def _proven(artifact_id: str, bar: Any, **options: Any) -> Any:
     try:
         found = prove(artifact_id, progress=bar.event, **options)
     except EsperError as error:
-        bar.error(error)
+        error.details.setdefault("artifact", artifact_id)
+        bar.error(artifact_id, error)
         return error
     bar.verdict(found)
     return found

@@ -120,9 +120,10 @@ class Report:
         lines += [f"  esper-gauntlet replay {found.case[:16]}"] if found.case else []
         self._done(lines)
 
-    def error(self, error: EsperError) -> None:
+    def error(self, artifact_id: str, error: EsperError) -> None:
         """One artifact could not be judged."""
-        self._done([error.render()])
+        text = error.render()
+        self._done([text if artifact_id in text else f"{artifact_id}: {text}"])
 
     def _done(self, lines: list[str]) -> None:
         for line in lines:

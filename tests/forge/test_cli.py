@@ -102,7 +102,10 @@ def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> N
     second = document(run("compile", wider, "--target", "cpu", "--json"))["artifacts"][0]
     pair = (first["artifact_id"], second["artifact_id"])
     rows = document(run("explain-miss", *pair, "--json"))["differences"]
-    assert run("explain-miss", *pair).stdout.count("\n") == len(rows)
+    shown = run("explain-miss", *pair).stdout.splitlines()
+    assert shown[0].startswith("FIELD") and len(shown) == 1 + len(rows) and len(max(shown, key=len)) < 200
+    same = run("explain-miss", pair[0], pair[0])
+    assert same.exit_code == 0 and not same.stdout and "do not differ" in same.stderr
     assert any(row["field"].startswith("blueprint") for row in rows)
 
 
@@ -116,6 +119,11 @@ def test_explain(target: str) -> None:
     assert group["bytes_read"] > group["bytes_written"] > 0 and group["floor_us"] > 0 and group["kernels"]
     shown = run("explain", RMS, "--target", target)
     assert shown.exit_code == 0 and "saved for the backward" in shown.stdout
+    assert "figures at rows=" in shown.stdout
+    for phase in made["phases"]:
+        for group in phase["groups"]:
+            inside = {node.split(":")[0] for node in group["nodes"]}
+            assert not [r for r in phase["refused"] if {r["node"], r["group"]} <= inside]
 
 
 def test_bytes_of_a_group_are_those_of_its_buffers() -> None:
@@ -155,7 +163,8 @@ def test_lists() -> None:
     made_from = {row["template"]: row["does"] for row in document(run("templates", "--json"))["templates"]}
     assert {"rows", "matmul", "chain", "scan", "extern"} <= made_from.keys() and all(made_from.values())
     for command in ("ops", "targets", "templates", "pipelines"):
-        assert run(command).exit_code == 0 and run(command).stdout.count("\n") > 0
+        shown = run(command)
+        assert shown.exit_code == 0 and shown.stdout.count("\n") > 1 and shown.stdout[:2].isupper()
 
 
 def test_doctor(esper_library: Path) -> None:
