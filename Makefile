@@ -14,6 +14,7 @@ install: $(STAMP)  ## make .venv with the pinned versions (again only when the d
 
 # torch comes through the constraint as ==2.13.0, so a CPU build that is already at hand satisfies it.
 $(STAMP): $(DEPS)
+	@echo "making $(VENV): packages, then the autograd node (C++), some minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[forge,demo,risk,test]'
 	$(PY) -m runtime build --if-possible

@@ -62,9 +62,9 @@ def summary(folder: Path = RESULTS) -> str:
     every = newest_rows(blocks)
     lines = {k: found for k, found in every.items() if any(row["wall_ms"] is not None for row in found[1])}
     runs = list({id(document): document for document, _ in lines.values()}.values())
-    out = [*(head(document) for document in runs), ""]
+    out = [*(f"- {head(document)}" for document in runs), ""]
     out += [
-        "| forward and backward | Esper device | best peer | | Esper wall | best peer | |",
+        "| forward and backward, ms | Esper device | best peer | | Esper wall | best peer | |",
         "|---" * 7 + "|",
     ]
     rows = [(key, beside(rows, "dev_ms"), beside(rows, "wall_ms")) for key, (_, rows) in lines.items()]
@@ -74,7 +74,8 @@ def summary(folder: Path = RESULTS) -> str:
     told = "; ".join(_mean(what, [r for r in found if r]) for what, found in ratios.items() if any(found))
     lost = len(every) - len(lines)
     more = f" Of {lost} further sizes nothing was timed before the run's time ended." if lost else ""
-    out += ["", f"Geometric means of these lines: {told}.{more}" if told else "", *charts(folder, blocks)]
+    out += ["", f"Geometric means of these lines: {told}.{more}" if told else "", ""]
+    out += charts(folder, blocks)
     return "\n".join([*out, *gates(found), *model_table([d for d in found if d["bench"] == "models"])])
 
 
