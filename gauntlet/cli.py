@@ -142,8 +142,7 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
         for stage in verdict.report["stages"]:
             _say_stage(stage)
         click.echo("  profile")
-        for key, value in verdict.report.get("wep", {}).items():
-            click.echo(f"           {key} = {value}")
+        _say_numbers(verdict.report.get("wep", {}))
 
 
 def _say_circumstances(context: dict[str, Any]) -> None:
@@ -154,12 +153,24 @@ def _say_circumstances(context: dict[str, Any]) -> None:
 
 def _say_stage(stage: dict[str, Any]) -> None:
     """One stage with its numbers; the profile follows, distributions are for --json."""
-    click.echo(f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}")
-    for key, value in sorted(stage["metrics"].items()):
-        if key not in ("profile", "works"):
-            click.echo(f"           {key} = {value}")
+    line = f"  {stage['outcome']:8} {stage['name']:12} {stage['seconds']:8.2f} s  {stage['reason']}"
+    click.echo(line.rstrip())
+    _say_numbers({k: v for k, v in sorted(stage["metrics"].items()) if k not in ("profile", "works")})
     if stage["case"]:
         click.echo(f"           esper-gauntlet replay {stage['case'][:16]}")
+
+
+def _say_numbers(numbers: dict[str, Any]) -> None:
+    """A number a line, to six digits; what nobody measured together at the end."""
+    from gauntlet.report import UNMEASURED
+
+    each = {k: v if isinstance(v, list) else [v] for k, v in numbers.items()}
+    absent = [k for k, values in each.items() if values and all(v == UNMEASURED for v in values)]
+    for key, value in numbers.items():
+        if key not in absent:
+            click.echo(f"           {key} = {f'{value:.6g}' if isinstance(value, float) else value}")
+    if absent:
+        click.echo(f"           {UNMEASURED}: {', '.join(absent)}")
 
 
 @main.command()
@@ -208,6 +219,8 @@ def tags(rules: bool, metric: str | None, library: str | None, as_json: bool) ->
         return
     for name, text in found.items():
         click.echo(f"{name:20} {text}")
+    if not (rules or metric) and "-" in found.values():
+        click.echo("artifacts without tags (-) get them from `esper-gauntlet annotate`", err=True)
     if ranks:
         click.echo("\nfrom 20 peers on, of one class on one hardware:")
     for name, text in ranks.items():

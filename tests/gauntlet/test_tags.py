@@ -77,6 +77,7 @@ def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:
     listed = CliRunner().invoke(main, ["tags", "--library", str(home)])
     assert good in listed.output and "trainable" in listed.output and bad not in listed.output
     shown = CliRunner().invoke(main, ["show", good, "--library", str(home)])
-    assert "trainable" in shown.output
+    assert "trainable" in shown.output and "= unmeasured" not in shown.output
+    assert "latency_ms_median = " in shown.output and "unmeasured: " in shown.output
     rules = CliRunner().invoke(main, ["tags", "--rules", "--json"])
     assert set(json.loads(rules.stdout)["rules"]) == {rule.tag for rule in tags.RULES}
