@@ -137,7 +137,8 @@ def compile_(
                 click.echo(f"{path}: {error}", err=True)
             rows += [{"path": str(path), **row(r)} for r in made]
             for r in made:
-                click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s", err=as_json)
+                known = "" if r.status == "PENDING_BENCHMARKING" else f"  {r.status}"
+                click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s{known}", err=as_json)
             for warning in dict.fromkeys(w for r in made for w in r.warnings):
                 click.echo(f"{path}: {warning.strip()}", err=True)
     if as_json:

@@ -36,7 +36,7 @@ from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, WEP, StageReport, UrabraskValidationReport
 from gauntlet.sampling import Effort
 from library.manifest import unpack
-from library.records import PENDING_BENCHMARKING, REJECTED, VALIDATED
+from library.records import PENDING_BENCHMARKING, REJECTED, REVOKED, VALIDATED
 from library.store import Library
 
 CASES = "cases"
@@ -122,6 +122,8 @@ def prove(
     names = [record.id] if chosen == "cpu" else [record.id, physical(chosen)]
     with exclusive(library.home, *names):
         known = library.verdict(record.id)
+        if record.state == REVOKED:
+            library.load(record.id)  # refused by name, whatever the verdict was
         if known is not None and not again:
             return _known(record.id, known.passed, known.reason, known.report)
         quarantine.admit(library.home, chosen, server)

@@ -83,7 +83,7 @@ def check_state(record: ArtifactRecord, document: TrustDocument, allow_unvalidat
             "E0742",
             f"{record.id} was revoked: {record.reason}",
             node=record.id,
-            hint="compile and prove it again",
+            hint="it stays so; by another pipeline or a newer compiler the blueprint has another artifact",
         )
     if record.state == ARCHIVED:
         raise fail(

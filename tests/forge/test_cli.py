@@ -72,7 +72,10 @@ def test_compile_prints_the_id_and_stores_the_artifact(esper_library: Path, tmp_
     again = run("compile", path, "--target", "cpu")
     assert again.exit_code == 0 and row["artifact_id"] in again.stdout
     there = document(run("explain-miss", row["artifact_id"], row["artifact_id"], "--json"))
-    assert there["differences"] == []
+    assert there["differences"] == [] and "PENDING" not in again.stdout
+    with Library.open(esper_library) as library:
+        library.revoke(row["artifact_id"], "wrong results")
+    assert "REVOKED" in run("compile", path, "--target", "cpu").stdout
 
 
 def test_compile_takes_directories_globs_and_standard_input(esper_library: Path, tmp_path: Path) -> None:

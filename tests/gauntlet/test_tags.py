@@ -79,5 +79,9 @@ def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:
     shown = CliRunner().invoke(main, ["show", good, "--library", str(home)])
     assert "trainable" in shown.output and "= unmeasured" not in shown.output
     assert "latency_ms_median = " in shown.output and "unmeasured: " in shown.output
+    with Library.open(home) as library:
+        library.revoke(good, "wrong results")
+    said_no = CliRunner().invoke(main, ["bench", good, "--library", str(home)])
+    assert said_no.exit_code == 13 and "revoked" in said_no.output and "VALIDATED" not in said_no.output
     rules = CliRunner().invoke(main, ["tags", "--rules", "--json"])
     assert set(json.loads(rules.stdout)["rules"]) == {rule.tag for rule in tags.RULES}
