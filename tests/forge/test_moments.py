@@ -24,6 +24,7 @@ from forge.pipelines import FAST
 from forge.plan import Reduce
 from forge.service import front
 from tests.forge.interpreted import Interpreter
+from tests.forge.trees import install
 from tests.forge.whole import Machine, Tensors, pick
 
 ROOT = Path(__file__).parents[2]
@@ -150,11 +151,12 @@ def test_variances_in_triton_are_as_near_to_float64_as_eager() -> None:
     assert len(answers) == len(TILES) and not any(answers.values()), answers
 
 
-TILES = [(64, 100, 1), (64, 100, 75), (256, 40, 61), (600, 20, 13)]
+TILES = [(64, 100, 1), (64, 100, 75), (256, 40, 61), (600, 20, 13), (35, 600, 600)]
 """Columns, tuned rows, rows."""
 
 
 def main() -> None:
+    install()
     out = {}
     for cols, tune, rows in TILES:
         work = front(blueprint("var", cols, tune=tune), "h100", FAST.name)
