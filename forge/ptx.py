@@ -19,6 +19,7 @@ _SYMBOL = re.compile(
     r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:global|const)\b[^;{=]*?[\s]([\w$]+)\s*(?:\[[^\]]*\])*\s*[=;]",
     re.MULTILINE,
 )
+_FUNCTION = re.compile(r"^\s*(?:\.weak\s+)?\.func\s*(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 _KINDS = {"u64": ("ptr", 8), "b64": ("ptr", 8), "u32": ("i32", 4), "b32": ("i32", 4), "s32": ("i32", 4)}
 
 
@@ -45,8 +46,8 @@ def entries(ptx: str) -> tuple[Entry, ...]:
 
 
 def join(modules: list[str]) -> str:
-    """One module with all entries, of the highest PTX version among them. Module-level symbols get the
-    entry's name, shared memory is declared once.
+    """One module with all entries, of the highest PTX version among them. Module-level symbols and functions
+    get the entry's name, shared memory is declared once.
     """
     header = max(map(_headers, modules), key=lambda lines: [int(n) for n in re.findall(r"\d+", lines[0])])
     bodies: list[str] = []
@@ -63,6 +64,8 @@ def join(modules: list[str]) -> str:
             if len(used.findall(body)) == 1:
                 body = _definition(symbol).sub("", body)
             body = used.sub(f"{symbol}__{owner}", body)
+        for function in dict.fromkeys(_FUNCTION.findall(body)):  # slow ways of float64
+            body = re.sub(rf"(?<![\w$]){re.escape(function)}(?![\w$])", f"{function}__{owner}", body)
         bodies.append(
             "\n".join(line for line in body.splitlines() if line.strip() and not line.startswith("//"))
         )

@@ -140,8 +140,8 @@ def _build_triton(sources: tuple[KernelSource, ...], target: Target) -> Built:
     made = run_worker(
         "forge.build_worker", {**asked, "kernels": [], "stage": "assemble", "texts": ordered}, BUILD_LIMITS
     )
-    for entry, numbers in made["usage"].items():
-        facts[entry].update(numbers)
+    for entry in facts.keys() & made["usage"].keys():  # else a function that libdevice calls
+        facts[entry].update(made["usage"][entry])
     declared = {e.name: e.params for e in entries(made["ptx"])}
     kernels = tuple(_record(s, "module", _checked(s, declared), facts) for s in sources)
     side = {**texts, "module.ptx": made["ptx"].encode()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from esper_ir.scalar import Prim
 from esper_ir.types import Dim, DType
 from forge.emit.triton_scalars import TRITON_TYPE, number, rounded, spell
 from forge.emit.writer import Writer, dim_text
@@ -179,7 +180,10 @@ class Kernel:
         alone = "" if stmt.args else self.one()
         flat = isinstance(self.plan.tile, (PointTile, ScanTile))
         fast = self.fast and (flat or self.axes[stmt.name] == "rc")
-        text = spell(stmt.expr, list(stmt.args), self.interpreted, alone, fast)
+        args = list(stmt.args)
+        if stmt.dtype is DType.bool and isinstance(stmt.expr, Prim) and stmt.expr.name == "add":
+            args = [f"{a}.to(tl.int32)" for a in args]  # one bit plus one bit would be none
+        text = spell(stmt.expr, args, self.interpreted, alone, fast)
         plain = stmt.dtype in (DType.float32, DType.bool) and all(
             self.dtypes[a].compute is DType.float32 for a in stmt.args
         )

@@ -35,7 +35,8 @@ ONE_OPERAND = (
 # Accurate to an ulp or two, as torch's kernels are; tl.exp and friends are the approximate instructions.
 LIBDEVICE: dict[str, str] = {
     **{n: f"libdevice.{n}({{0}})" for n in ONE_OPERAND},
-    **{n: f"libdevice.{n}({{0}}, {{1}})" for n in ("pow", "atan2")},
+    "atan2": "libdevice.atan2({0}, {1})",
+    "pow": "_pow({0}, {1})",
     "fmod": "_fmod({0}, {1})",
     "round": "libdevice.rint({0})",
 }
@@ -48,7 +49,7 @@ INTERPRETED: dict[str, str] = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
     "log2": "tl.log2({0})", "log1p": "tl.log(1.0 + {0})", "sin": "tl.sin({0})", "cos": "tl.cos({0})",
     "tanh": "(2.0 * _sigmoid(2.0 * {0}) - 1.0)", "round": "_round({0})", "trunc": "_trunc({0})",
-    "pow": "tl.exp2({1} * tl.log2({0}))", "fmod": "_fmod({0}, {1})",
+    "pow": "_pow({0}, {1})", "fmod": "_fmod({0}, {1})",
 }  # fmt: skip
 
 TRITON_TYPE = {
@@ -145,6 +146,19 @@ def _recur(a, b, c, d):
 def _round_fp16(x):
     return x.to(tl.float16).to(tl.float32)
 
+
+@triton.jit
+def _int_pow(x, y):
+    # Wraps; of negative exponents only those of 1 and -1 are not 0.
+    result = tl.zeros_like(x) + 1
+    base = x
+    left = tl.where(y < 0, y & 1, y)
+    for _ in tl.static_range(63):
+        result = tl.where((left & 1) != 0, result * base, result)
+        base = base * base
+        left = left >> 1
+    return tl.where((y < 0) & (x != 1) & (x != -1), 0, result)
+
 """
 # Results too small for a normal number become 0 here: that saves three instructions of five an exponential.
 _ROUND_GPU = """
@@ -177,6 +191,16 @@ def _fmod(x, y):
 @triton.jit
 def _fmod_of_number(x, y):
     return x % y if y.dtype.is_int() else libdevice.fmod(x, y)
+
+
+@triton.jit
+def _pow(x, y):
+    return _int_pow(x, tl.zeros_like(x) + y) if x.dtype.is_int() else libdevice.pow(x, y)
+
+
+@triton.jit
+def _pow_of_number(x, y):
+    return _int_pow(tl.zeros_like(y) + x, y) if y.dtype.is_int() else libdevice.pow(x, y)
 """
 _ROUND_INTERPRETED = """
 @triton.jit
@@ -199,6 +223,16 @@ def _fmod(x, y):
 @triton.jit
 def _fmod_of_number(x, y):
     return x % y if y.dtype.is_int() else x - y * _trunc(x / y)
+
+
+@triton.jit
+def _pow(x, y):
+    return _int_pow(x, tl.zeros_like(x) + y) if x.dtype.is_int() else tl.exp2(y * tl.log2(x))
+
+
+@triton.jit
+def _pow_of_number(x, y):
+    return _pow(tl.zeros_like(y) + x, y)
 
 
 @triton.jit
@@ -237,7 +271,7 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
         return rounded(spell(expr.arg, args, interpreted, alone, fast), expr.dtype)
     if fast and expr.name in FAST:
         return FAST[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
-    if expr.name in ("div", "fmod") and isinstance(expr.args[0], Const) and not alone:
+    if expr.name in ("div", "fmod", "pow") and isinstance(expr.args[0], Const) and not alone:
         inner = ", ".join(spell(a, args, interpreted, fast=fast) for a in expr.args)
         return f"_{expr.name}_of_number({inner})"
     table = COMMON if expr.name in COMMON else INTERPRETED if interpreted else LIBDEVICE

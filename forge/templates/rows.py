@@ -62,6 +62,7 @@ ADDED_ROWS = 16
 FEW_ROWS = 1024  # at most, added in one kernel
 BESIDE = 256  # rows of a processor's program that lie side by side in memory, and
 FEW_BESIDE = 8  # the fewest that are worth it
+FEW_PROGRAMS = 448  # that sweep an axis across memory: 3 or 4 on each multiprocessor
 HELD = 1 << 14  # elements of a program in registers, at most: 32 a thread
 
 
@@ -261,7 +262,10 @@ def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access
         warps = min(max(next_pow2(block * wide * streams // 1024), 1), 16)
         return RowTile(block, block, wide, warps, reverse=given.reverse)
     block = 4 * line if rows >= MANY_ROWS * line else line
-    return RowTile(block, block, TILE // streams // block, 4, reverse=given.reverse, prefetch=not several)
+    more = next(n for n in (1, 2, 4) if n == 4 or -(-rows // block) * n >= FEW_PROGRAMS)
+    # Few programs have more under way each: 64 x 128 elements in 8 warps, whatever they read, is as timed.
+    swept = TILE // streams if more == 1 else TILE * more
+    return RowTile(block, block, swept // block, 4 * more, reverse=given.reverse, prefetch=not several)
 
 
 def _by_row_alone(accesses: list[Access]) -> bool:

@@ -128,13 +128,17 @@ def operators() -> list[Blueprint]:
 
 
 def drawn() -> Blueprint:
-    """Arithmetic of whole numbers of 64 bits, with rests, and a quotient of a fraction by a whole number."""
+    """Arithmetic of whole numbers of 64 bits, with rests and powers, a quotient of a fraction by a whole number,
+    and a sum of truth values."""
     b = Builder("drawn")
     b.dim("rows", max=64, tune=(8,))
     y = b.input("y", "float32", ["rows", 6])
     mean = b.div(b.sum(y), b.full(shape=(), value="rows", dtype="int64"))
     x, seed = b.input("x", "float32", [4, 6]), b.input("seed", "int64", [1])
-    return b.build(b.dropout(x, seed, p=0.25), b.randn(seed, shape=(4, 6)), mean, differentiable=[])
+    k, yes = b.input("k", "int64", [4, 6]), b.input("yes", "bool", [4, 6])
+    whole = b.add(b.pow(2, k), b.pow(k, k))
+    outs = b.dropout(x, seed, p=0.25), b.randn(seed, shape=(4, 6)), mean, whole, b.add(yes, yes)
+    return b.build(*outs, differentiable=[])
 
 
 def test_triton_takes_rests_of_whole_numbers() -> None:

@@ -73,3 +73,12 @@ def test_modules_for_different_targets_are_refused() -> None:
     with pytest.raises(EsperError) as found:
         join([module("first", param("u64", 0)), other])
     assert found.value.code == "E0542"
+
+
+def test_functions_of_one_name_in_two_modules_are_two() -> None:
+    """libdevice's slow ways of float64 are functions that are not inlined."""
+    slow = ".func  (.param .b64 func_retval0) __slow(\n\t.param .b64 __slow_param_0\n)\n{\nret;\n}\n"
+    texts = [module(e, param("u64", 0, e), slow, "call.uni (r), __slow, (x);\nret;") for e in ("one", "two")]
+    joined = join(texts)
+    assert [joined.count(f"__slow__{e}(") for e in ("one", "two")] == [1, 1]
+    assert "__slow__one, (x)" in joined and "__slow__two, (x)" in joined and "__slow(" not in joined
