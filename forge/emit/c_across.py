@@ -101,9 +101,14 @@ class _Across:
     def sweep(self, phase: Phase, number: int) -> Lines:
         """One pass over the columns, all rows of the block at each."""
         column = Scope(Block(), {}, self._index("j"))
-        self.text.statements([s for s in phase.full if self._by_column(s)], column)
+        alone: list[Stmt] = []
+        for s in phase.full:  # not those of a value that stands in the rows' arrays
+            known = {a.name for a in alone if isinstance(a, (Load, Compute))}
+            if self._by_column(s) and known.issuperset(_reads(s)):
+                alone.append(s)
+        self.text.statements(alone, column)
         inner = column.inner(self._index("j"))
-        rest = [s for s in phase.full if not self._by_column(s)]
+        rest = [s for s in phase.full if s not in alone]
         self._read_back(inner, [*rest, *phase.reduces])
         self.text.statements(rest, inner)
         for reduce in phase.reduces:

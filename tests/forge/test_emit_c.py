@@ -470,3 +470,17 @@ def test_symbolic_columns_and_floordiv() -> None:
     assert plan.cols == Dim.of("floordiv(h, 2)")
     native, plain = both(plan, library((plan,)), sizes)
     assert torch.equal(native["y"], plain["y"])
+
+
+def test_side_by_side_a_columns_value_may_need_what_all_share() -> None:
+    """A number made once a row, and a quotient by it that changes from column to column."""
+    b = Builder("shared", ("m", 13, 5))
+    count = b.compute(prim("mul", A, A), (b.load_strided("n", F32, (0, 0, 0)),), F32)
+    mean = b.compute(prim("div", A, B), (b.load_strided("s", F32, (0, 0, 1)), count), F32)
+    away = b.compute(prim("sub", A, B), (b.load_strided("x", F32, (65, 1, 13)), mean), F32)
+    top = b.compute(prim("add", A, B), (b.reduce(away, "max"), count), F32)
+    b.store(top, "y", F32, "r")
+    plan = b.plan(RowTile(8, 16, 8, 1), ("m",))
+    code = library((plan,))
+    native, plain = both(plan, code, {"m": 3})
+    assert torch.equal(native["y"], plain["y"])
