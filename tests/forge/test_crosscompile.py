@@ -128,8 +128,8 @@ def operators() -> list[Blueprint]:
 
 
 def drawn() -> Blueprint:
-    """Arithmetic of whole numbers of 64 bits, with rests and powers, a quotient of a fraction by a whole number,
-    and a sum of truth values."""
+    """Arithmetic of whole numbers of 64 bits, with rests and powers, a quotient of a fraction by a whole
+    number, and a sum of truth values."""
     b = Builder("drawn")
     b.dim("rows", max=64, tune=(8,))
     y = b.input("y", "float32", ["rows", 6])
