@@ -87,6 +87,21 @@ class Block(nn.Module):
     double backward, E0817 torch.func, E0818 kind of tensor, E0820 launch failure.
     """
 
+    _debug: bool
+    _handle: Handle
+    _fallback: str
+    _dispatch: str
+    _name: str
+    _blueprint: str
+    _counters: Counters
+    _arity: int
+    _own_names: tuple[str, ...]
+    _can: tuple[bool, ...]
+    _flat: bool
+    _state: State
+    _index: int
+    _broken: bool
+
     def __init__(
         self,
         handle: Handle,
@@ -98,22 +113,18 @@ class Block(nn.Module):
         debug: bool = False,
     ) -> None:
         super().__init__()
-        self._debug = debug
-        program, container = handle.entry.program, handle.entry.container
-        self._handle, self._fallback, self._dispatch = handle, fallback, dispatch
-        self._name = handle.artifact_id
-        self._blueprint = str(container.head["title"])
-        self._counters = Counters()
-        self._counters.loads = 1
-        specs = program.interface.inputs
-        own = () if functional else tuple(s for s in specs if s.kind != "input")
-        self._arity = len(specs) - len(own)
-        self._own_names = tuple(s.name for s in own)
-        self._can = tuple(s.name in program.interface.differentiable for s in specs)
-        place = device if device is not None else program.device
-        text = blueprint_document(container.manifest) if own else {}
-        self._flat = all(s.kind == "param" and "." not in s.name for s in own)
-        parameters.attach(self, own, text, program.interface.differentiable, place)
+        entry = handle.entry
+        own = () if functional else entry.own
+        counters = Counters()
+        counters.loads = 1
+        vars(self).update(  # at once: a module looks at every attribute that is set
+            _debug=debug, _handle=handle, _fallback=fallback, _dispatch=dispatch, _name=handle.artifact_id,
+            _blueprint=entry.program.title, _counters=counters, _can=entry.can,
+            _arity=len(entry.can) - len(own), _own_names=tuple([s.name for s in own]),
+            _flat=functional or entry.flat,
+        )  # fmt: skip
+        if own:
+            parameters.attach(self, entry.leaves, device if device is not None else entry.program.device)
         self._bind()
 
     def _bind(self) -> None:
@@ -125,11 +136,12 @@ class Block(nn.Module):
 
     def _seat(self, program: Program) -> None:
         """Run calls on this program from now on."""
-        if hasattr(self, "_state"):
+        held = vars(self)
+        if "_state" in held:
             self._state.tally(self._counters)
-        self._state = State(program, self._counters, self._debug)
-        self._state.gradients.recover = recovery.recoverer(weakref.ref(self))
-        self._index, self._broken = program.index, False
+        state = State(program, self._counters, self._debug)
+        state.gradients.recover = recovery.recoverer(weakref.ref(self))
+        held.update(_state=state, _index=program.index, _broken=False)
         enrol(program)
 
     def __getstate__(self) -> dict[str, Any]:

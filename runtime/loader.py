@@ -7,6 +7,7 @@ the process.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -20,7 +21,7 @@ import torch
 
 from esper_ir.diagnostics import EsperError, Rejected
 from library import launch as launch_manifest
-from library.manifest import Container, unpack
+from library.manifest import Container, blueprint_document, unpack
 from library.platform import Platform
 from library.records import PENDING_BENCHMARKING, VALIDATED, ArtifactRecord, LoadedArtifact, Verdict
 from library.store import Library
@@ -29,6 +30,7 @@ from runtime.cache import Cache, CacheInfo
 from runtime.code import Code, close_all, load_code
 from runtime.errors import fail
 from runtime.executor import Program
+from runtime.parameters import Leaf, leaves_of
 from runtime.select import Facts, Query, Ranking, nothing_suits, rank, recorded_versions
 
 log = logging.getLogger("esper.runtime")
@@ -60,6 +62,11 @@ class Entry:
         self.program, self.record, self.container, self.verdict = program, record, container, verdict
         self.notes = tuple(notes)
         self.nbytes = len(container.data)
+        interface = program.interface
+        self.own = tuple(s for s in interface.inputs if s.kind != "input")
+        """What a module of it holds itself; `flat`: parameters alone, under names without dots."""
+        self.flat = all(s.kind == "param" and "." not in s.name for s in self.own)
+        self.can = tuple(s.name in interface.differentiable for s in interface.inputs)
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -69,6 +76,12 @@ class Entry:
     def pin(self, user: Any) -> None:
         """Keep this entry in the cache while `user` lives."""
         self._users.add(user)
+
+    @functools.cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """How `own` is made. E0819 where the size of one is symbolic."""
+        text = blueprint_document(self.container.manifest)
+        return leaves_of(self.own, text, self.program.interface.differentiable)
 
     def forked(self) -> bool:
         return self.program.index < 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +34,42 @@ def static_shape(spec: TensorSpec) -> list[int]:
     return sizes
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a block, read from its artifact once: `path`, the modules it stands in; `trained`, whether
+    it asks for gradients; `written`, what the blueprint says of its value."""
+
+    spec: TensorSpec
+    path: tuple[str, ...]
+    name: str
+    shape: list[int]
+    dtype: torch.dtype
+    trained: bool
+    written: Mapping[str, Any]
+
+    def value(self, device: torch.device | None) -> Tensor:
+        """A fresh one. On the meta device nothing is drawn."""
+        if device is not None and device.type == "meta":
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if self.spec.kind == "constant":
+            made = _constant(self.spec, self.written.get("data"), self.shape, self.dtype)
+        else:
+            made = _draw(self.written.get("init") or "zeros", self.shape, self.dtype)
+        return made.to(device)
+
+
+def leaf_of(spec: TensorSpec, text: Mapping[str, Any], differentiable: Sequence[str] = ()) -> Leaf:
+    """`text`: the blueprint's JSON. Errors of `static_shape`."""
+    *path, name = spec.name.split(".")
+    dtype = getattr(torch, spec.dtype)
+    trained = spec.kind == "param" and dtype.is_floating_point and spec.name in differentiable
+    written = text.get(SECTIONS[spec.kind], {}).get(spec.name, {})
+    return Leaf(spec, tuple(path), name, static_shape(spec), dtype, trained, written)
+
+
 def value_of(spec: TensorSpec, text: Mapping[str, Any], device: torch.device | None) -> Tensor:
     """A fresh value of one leaf. `text`: the blueprint's JSON. On the meta device nothing is drawn."""
-    shape, dtype = static_shape(spec), getattr(torch, spec.dtype)
-    if device is not None and device.type == "meta":
-        return torch.empty(shape, dtype=dtype, device=device)
-    written = text.get(SECTIONS[spec.kind], {}).get(spec.name, {})
-    if spec.kind == "constant":
-        return _constant(spec, written.get("data"), shape, dtype).to(device)
-    return _draw(written.get("init") or "zeros", shape, dtype).to(device)
+    return leaf_of(spec, text).value(device)
 
 
 def _constant(spec: TensorSpec, data: Any, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -91,29 +119,25 @@ def _bound(kind: str, init: Mapping[str, float], shape: list[int]) -> float:
     return math.sqrt(6.0 / max(into + out, 1))
 
 
-def attach(
-    root: nn.Module,
-    specs: Sequence[TensorSpec],
-    text: Mapping[str, Any],
-    differentiable: Sequence[str],
-    device: torch.device | None,
-) -> None:
-    """Register every leaf under its own name, dots as nested modules: params, buffers, constants."""
-    for kind in SECTIONS:
-        for spec in specs:
-            if spec.kind != kind:
-                continue
-            owner, name = _owner(root, spec.name)
-            value = value_of(spec, text, device)
-            if kind == "param":
-                trained = value.is_floating_point() and spec.name in differentiable
-                owner.register_parameter(name, nn.Parameter(value, requires_grad=trained))
-            else:
-                owner.register_buffer(name, value, persistent=kind == "buffer")
+def leaves_of(
+    specs: Sequence[TensorSpec], text: Mapping[str, Any], differentiable: Sequence[str]
+) -> tuple[Leaf, ...]:
+    """Those of a block in the order in which they are drawn and registered: params, buffers, constants."""
+    return tuple(leaf_of(s, text, differentiable) for kind in SECTIONS for s in specs if s.kind == kind)
 
 
-def _owner(root: nn.Module, dotted: str) -> tuple[nn.Module, str]:
-    *path, name = dotted.split(".")
+def attach(root: nn.Module, leaves: Sequence[Leaf], device: torch.device | None) -> None:
+    """Register every leaf under its own name, dots as nested modules."""
+    for leaf in leaves:
+        owner = _owner(root, leaf.path) if leaf.path else root
+        value = leaf.value(device)
+        if leaf.spec.kind == "param":
+            owner.register_parameter(leaf.name, nn.Parameter(value, requires_grad=leaf.trained))
+        else:
+            owner.register_buffer(leaf.name, value, persistent=leaf.spec.kind == "buffer")
+
+
+def _owner(root: nn.Module, path: Sequence[str]) -> nn.Module:
     at = root
     for part in path:
         if part not in at._modules:
@@ -121,4 +145,4 @@ def _owner(root: nn.Module, dotted: str) -> tuple[nn.Module, str]:
         child = at._modules[part]
         assert child is not None
         at = child
-    return at, name
+    return at

@@ -20,7 +20,7 @@ from runtime.driver import STICKY
 from runtime.seeds import applying, autopilot, structure
 from runtime.seeds.commands import Graft, KasminaControlCommand
 from runtime.seeds.errors import fail
-from runtime.seeds.facts import Applied, Boundary, Snapshot
+from runtime.seeds.facts import Applied, Boundary
 from runtime.seeds.grafting import CURVES, FOSSIL, ISOLATION, OPERATORS
 from runtime.seeds.incubation import OBJECTIVES
 from runtime.seeds.layer import Slot
@@ -70,11 +70,11 @@ def reached(phase: str) -> None:
     """Called between the phases of a round: a seam for tests that stop there."""
 
 
-def commit(growth: Any, snapshot: Snapshot, pilot: bool) -> Boundary:
-    """Carry out what waits; see `Growth.commit`."""
+def commit(growth: Any, corrupt: str, pilot: bool) -> Boundary:
+    """Carry out what waits, unless a check of the state tensors failed; see `Growth.commit`."""
     structure.agree(growth)
-    if snapshot.corrupt:
-        return Boundary(growth.epoch, (), (), False, structure.shared(growth), snapshot.corrupt)
+    if corrupt:
+        return Boundary(growth.epoch, (), (), False, structure.shared(growth), corrupt)
     applied: list[Applied] = []
     refused: list[Refusal] = []
     waiting = growth.ranks.share(growth.queue.take(growth.order))
@@ -202,8 +202,10 @@ def _ask_library(growth: Any, ready: Prepared) -> None:
     artifact = command.kernel_artifact_id
     check_graft(command.graft)
     bans, site = growth.bans, slot.site.name
+    state, facts = known_facts(growth.library, artifact, slot.spec(), growth.allow_unvalidated)
+    growth.asked(artifact, state)
     ready.numbers = {
-        **known_facts(growth.library, artifact, slot.spec(), growth.allow_unvalidated),
+        **facts,
         "embargoed": bans.embargoed(site, artifact, growth.epoch),
         "tombstoned": bans.buried(site, artifact),
         "quarantined": artifact in bans.quarantine,

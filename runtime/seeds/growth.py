@@ -92,7 +92,7 @@ class Growth:
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
         self._told: dict[str, dict[str, Number]] = {}
         self._states: dict[str, str] = {}  # by artifact, as the library said at this boundary
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Snapshot | str | None = None  # text: checked, and facts not asked for
         self._handles: list[Any] = []
         self.queue.seen(line["command"]["command_id"] for line in self.journal.lines if "command" in line)
         for site in self.sites.values():
@@ -352,8 +352,21 @@ class Growth:
     def snapshot(self) -> Snapshot:
         """All slots as they are now. The device's columns are copied once, checked against the mirror and
         summed over ranks; `corrupt` says what a check found, and asks for a rollback."""
-        if self._snapshot is not None:
-            return self._snapshot
+        corrupt = self.checked()
+        if not isinstance(self._snapshot, Snapshot):
+            made = tuple(f for site in self.sites.values() for f in self._facts(site))
+            self._snapshot = Snapshot(self.epoch, self.step, made, corrupt)
+        return self._snapshot
+
+    def checked(self) -> str:
+        """Copy the device's columns, unless that was done since the last step: what a check of them found, ""
+        when all held."""
+        seen = self._snapshot
+        if seen is None:
+            seen = self._snapshot = self._fetched()
+        return seen if isinstance(seen, str) else seen.corrupt
+
+    def _fetched(self) -> str:
         corrupt = ""
         try:
             for name, site in self.sites.items():
@@ -366,9 +379,7 @@ class Growth:
                 self.ranks.total(site.state.host["health"])
                 self.ranks.total(site.state.host["probe"])
                 self.ranks.most(site.state.host["fault"])
-        made = tuple(f for site in self.sites.values() for f in self._facts(site))
-        self._snapshot = Snapshot(self.epoch, self.step, made, corrupt)
-        return self._snapshot
+        return corrupt
 
     def _facts(self, site: Site) -> Iterator[SlotFacts]:
         columns = {name: site.state.column(name) for name in _TOLD}
@@ -419,16 +430,17 @@ class Growth:
         if not self.ticks and any(s.state is Lifecycle.GRAFTING for s in self.slots):
             raise fail("E1009", "no optimizer step was seen in an epoch with a graft under way",
                        hint="runtime.attach(model, optimizer), and step that optimizer")  # fmt: skip
-        snapshot = self.snapshot()
-        self._states.clear()
-        done = commit(self, snapshot, autopilot)
-        self._states.clear()
+        with self.ranks.counted():
+            corrupt = self.checked()
+            self._states.clear()
+            done = commit(self, corrupt, autopilot)
+            self._states.clear()
         self._end_epoch()
         return done
 
     def _end_epoch(self) -> None:
         for site in self.sites.values():
-            site.state.device["health"].zero_()
+            site.state.empty("health")
         for slot in self.slots if any(s.active for s in self.sites.values()) else ():
             if slot.state is Lifecycle.TRAINING and measuring.probe_of(slot)["held"] >= ENOUGH_HELD_OUT:
                 slot.site.state.clear(slot.index, "probe")
@@ -441,6 +453,10 @@ class Growth:
         if artifact not in self._states:
             self._states[artifact] = state_in_library(self.library, artifact)
         return self._states[artifact]
+
+    def asked(self, artifact: str, state: str) -> None:
+        """What the library said of an artifact when it was asked for other reasons at this boundary."""
+        self._states[artifact] = state
 
     def held_states(self) -> dict[str, str]:
         """What the library says now about the artifacts that slots hold, by slot id."""

@@ -219,7 +219,9 @@ class Site:
         """Called whenever something changes that the forward depends on."""
         codes = self.state.column("lifecycle")
         held = overrides.get()
-        self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in _ACTIVE)
+        self.active = ()
+        if any(codes):
+            self.active = tuple(s for s, code in zip(self.slots, codes, strict=True) if code in _ACTIVE)
         touched = any(s.id in held for s in self.active)
         self._busy = bool(self.active or len(self.chain) or touched or self.spec is None)
         self.sample(self.sampling)

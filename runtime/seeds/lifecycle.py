@@ -12,7 +12,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.seeds.errors import fail
 
@@ -140,6 +140,9 @@ MOVES: tuple[Move, ...] = (
     ),
     _m(S.ROLLED_BACK, S.RESETTING, Verb.RELEASE, _O),
 )
+_BY_VERB: Mapping[tuple[Lifecycle, Verb], tuple[Move, ...]] = {
+    (m.source, m.verb): tuple(n for n in MOVES if (n.source, n.verb) == (m.source, m.verb)) for m in MOVES
+}
 OUTCOMES: Mapping[Lifecycle, str] = {
     S.FOSSILIZED: "FOSSILIZED",
     S.CULLED: "CULLED",
@@ -171,7 +174,7 @@ def choose(state: Lifecycle, verb: Verb, facts: Iterable[str]) -> Move | None:
     """The move that a verb means in a state, given the facts that hold (see `Move.when`); None when the table
     has none."""
     known = frozenset(facts)
-    fitting = [m for m in MOVES if m.source is state and m.verb is verb and m.when <= known]
+    fitting = [m for m in _BY_VERB.get((state, verb), ()) if m.when <= known]
     return max(fitting, key=lambda m: len(m.when), default=None)
 
 
@@ -209,8 +212,7 @@ class Requirement:
     bound: str = "value"
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One requirement as it was found. `value` None: not measured, which fails."""
 
     measure: str
@@ -245,7 +247,7 @@ class GateRecord:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "checks": [dict(c.__dict__) for c in self.checks]}
+        return {**self.__dict__, "checks": [c._asdict() for c in self.checks]}
 
 
 _LEAST: Mapping[str, float] = {
@@ -364,13 +366,6 @@ GATES: Mapping[str, tuple[Requirement, ...]] = {
 }
 
 
-def _found(evidence: Evidence, name: str) -> Measured | None:
-    given = evidence.get(name)
-    if given is None or isinstance(given, Measured):
-        return given
-    return Measured.exact(float(given))
-
-
 _RELATIONS = {
     ">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq,
 }  # fmt: skip
@@ -382,15 +377,19 @@ def ask(gate: str, evidence: Evidence, limits: Limits, *, slot: str = "", epoch:
     checks: list[Check] = []
     for need in GATES[gate]:
         threshold = float(getattr(limits, need.limit)) if isinstance(need.limit, str) else need.limit
-        found = _found(evidence, need.measure)
+        found = evidence.get(need.measure)
         if found is None:
             checks.append(Check(need.measure, need.relation, threshold, None, None, None, 0, False))
-            continue
-        held = _RELATIONS[need.relation](getattr(found, need.bound), threshold)
-        checks.append(
-            Check(need.measure, need.relation, threshold, found.value, found.low, found.high,
-                  found.samples, held)
-        )  # fmt: skip
+        elif isinstance(found, Measured):
+            held = _RELATIONS[need.relation](getattr(found, need.bound), threshold)
+            checks.append(
+                Check(need.measure, need.relation, threshold, found.value, found.low, found.high,
+                      found.samples, held)
+            )  # fmt: skip
+        else:
+            value = float(found)
+            held = _RELATIONS[need.relation](value, threshold)
+            checks.append(Check(need.measure, need.relation, threshold, value, value, value, 1, held))
     return GateRecord(gate, slot, epoch, all(c.passed for c in checks), tuple(checks))
 
 

@@ -7,7 +7,8 @@ hook, so a wrapper that was made before a seed came needs nothing done for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,13 +34,25 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
+        self._counted: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return Ranks(self.group)
 
     @property
     def many(self) -> int:
+        if self._counted is not None:
+            return self._counted
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside, how many they are is not asked anew: none comes or goes within a boundary."""
+        self._counted = self.many
+        try:
+            yield
+        finally:
+            self._counted = None
 
     @property
     def mine(self) -> int:

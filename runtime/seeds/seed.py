@@ -115,15 +115,21 @@ class Seed(nn.Module):
     """`seed(h)`: the layer's result at alpha = 1, of h's shape and dtype. Not registered in the host while it
     lives in a slot; a committed graft is, and is this same module."""
 
+    layout: Layout
+    graft: Graft
+    digest: str
+    _draws: bool
+    _named: dict[str, nn.Parameter] | None
+
     def __init__(self, block: Block, layout: Layout, graft: Graft, features: int, digest: str) -> None:
         super().__init__()
-        self.block, self.layout, self.graft, self.digest = block, layout, graft, digest
+        draws = bool(block.program.interface.random)
+        vars(self).update(layout=layout, graft=graft, digest=digest, _draws=draws, _named=None)
+        self.block = block
         if graft.operator == "gate":
             dtype = getattr(torch, given(block.program.interface)[0].dtype)
             place = block.program.device
             self.gate = nn.Parameter(torch.zeros(features, dtype=dtype, device=place))
-        self._draws = bool(block.program.interface.random)
-        self._named: dict[str, nn.Parameter] | None = None
 
     @property
     def artifact_id(self) -> str:
@@ -158,15 +164,18 @@ class Seed(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         """What learns, by name. Empty for a fixed function."""
-        if self._named is None:
-            kept = set(self.block.program.interface.differentiable)
+        found = self._named
+        if found is None:
+            kept = self.block.program.interface.differentiable
             found = {n: p for n, p in self.block.named_parameters() if n in kept}
             gate = self._parameters.get("gate")
-            self._named = found if gate is None or not found else {**found, "gate": gate}
-        return self._named
+            if gate is not None and found:
+                found["gate"] = gate
+            vars(self)["_named"] = found
+        return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._named = None
+        vars(self)["_named"] = None
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Seed:
@@ -251,9 +260,11 @@ def probe(seed: Seed, spec: Spec) -> Probe:
 
 
 def _finite(values: Tensor) -> bool:
-    """Whether all are; one pass (the ends of a set with something that is no number are none either)."""
-    ends = torch.aminmax(values) if values.numel() else ()
-    return all(math.isfinite(end.item()) for end in ends)
+    """Whether all are. A sum is finite only if all of its terms are; where it is not, it may have overflowed,
+    and the ends decide (of a set with something that is no number they are none either)."""
+    if not values.numel() or math.isfinite(values.sum().item()):
+        return True
+    return all(math.isfinite(end.item()) for end in torch.aminmax(values))
 
 
 @torch.no_grad()
@@ -283,7 +294,7 @@ def make(
         block = build(
             artifact_id, device=device, library=library, fallback="eager", allow_unvalidated=unvalidated
         )
-    judged = layout_of(block.program.interface, spec)
+    judged = _fitted(block.program.interface, block.record.digest, spec)
     if isinstance(judged, Rejected):
         raise EsperError(judged.code, f"{artifact_id}: {judged.reason}", node=artifact_id)
     seed = Seed(block, judged.value, graft, features, block.record.digest)
@@ -301,36 +312,54 @@ def state_in_library(library: Any, artifact_id: str) -> str:
 
 def known_facts(
     library: Any, artifact_id: str, spec: Spec | None, unvalidated: bool = False
-) -> dict[str, Number]:
-    """What gate G0 asks of an artifact, from its records and its verified manifest. What nobody measured is
-    absent; so is everything about the fit when the layer has not been called yet. Errors: those of the
-    library for what is missing, untrusted or damaged."""
-    opened: Library = loader.open_library(library)
-    record = opened.record(artifact_id)
-    facts = _judged(opened, record)
-    if record.state == VALIDATED or (unvalidated and record.state == PENDING_BENCHMARKING):
+) -> tuple[str, dict[str, Number]]:
+    """An artifact's state, and what gate G0 asks of it, from its records and its verified manifest. What
+    nobody measured is absent; so is everything about the fit when the layer has not been called yet. Errors:
+    those of the library for what is missing, untrusted or damaged."""
+    state, facts = _standing(loader.open_library(library), artifact_id)
+    if state == VALIDATED or (unvalidated and state == PENDING_BENCHMARKING):
         device = None if spec is None else spec.device
         entry = loader.load_entry(artifact_id, device=device, library=library, allow_unvalidated=unvalidated)
         facts |= declared_by(entry.program.interface)
         if spec is not None:
-            judged = layout_of(entry.program.interface, spec)
+            judged = _fitted(entry.program.interface, entry.record.digest, spec)
             wrong = judged.code if isinstance(judged, Rejected) else ""
             facts |= {"shape_fits": wrong not in ("E0810", "E0813"), "dtype_fits": wrong != "E0811"}
             facts["device_fits"] = entry.program.device == spec.device
-    return facts
+    return state, facts
 
 
-_reports: dict[tuple[str, str], tuple[int, Any, dict[str, Number]]] = {}
+_fits: dict[tuple[str, Spec], Accepted[Layout] | Rejected] = {}
+
+
+def _fitted(interface: Interface, digest: str, spec: Spec) -> Accepted[Layout] | Rejected:
+    """`layout_of`, worked out once for the bytes of an artifact and what a chunk looks like."""
+    found = _fits.get((digest, spec))
+    if found is None:
+        found = layout_of(interface, spec)
+        keep(_fits, (digest, spec), found, 256)
+    return found
+
+
+_standings: dict[tuple[str, str], tuple[int, Any, str, dict[str, Number]]] = {}
+
+
+def _standing(opened: Library, artifact_id: str) -> tuple[str, dict[str, Number]]:
+    """An artifact's state now, and what the signed verdict and annotation say. Read and verified again when
+    the library's ledger has grown, in which every change of a state is an entry, or its trust changed; not
+    at every boundary."""
+    key = (str(opened.home), artifact_id)
+    size, trust = ledger.state(opened.index)[0], opened.trust.document()
+    known = _standings.get(key)
+    if known is None or known[0] != size or known[1] is not trust:
+        record = opened.record(artifact_id)
+        known = size, trust, record.state, _judged(opened, record)
+        keep(_standings, key, known, 256)
+    return known[2], dict(known[3])
 
 
 def _judged(opened: Library, record: ArtifactRecord) -> dict[str, Number]:
-    """What the signed verdict and annotation say. Verified again when the library's ledger has grown or its
-    trust changed, not at every boundary."""
-    key = (str(opened.home), record.id)
-    size, trust = ledger.state(opened.index)[0], opened.trust.document()
-    known = _reports.get(key)
-    if known is not None and known[0] == size and known[1] is trust:
-        return dict(known[2])
+    """What the signed verdict and annotation say."""
     verdict = opened.verdict(record.id)
     facts: dict[str, Number] = {"validated": record.state == VALIDATED and verdict is not None}
     report: Mapping[str, Any] = verdict.report if verdict is not None else {}
@@ -341,8 +370,7 @@ def _judged(opened: Library, record: ArtifactRecord) -> dict[str, Number]:
     latency = dict(report.get("wep") or {}).get("latency_ms_p99")
     if isinstance(latency, (int, float)):
         facts["latency_us"] = float(latency) * 1e3
-    keep(_reports, key, (size, trust, facts), 256)
-    return dict(facts)
+    return facts
 
 
 def declared_by(interface: Interface) -> dict[str, float]:

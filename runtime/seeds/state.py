@@ -138,7 +138,11 @@ class StateTensor:
         # The same memory for single numbers: a tensor takes ten times as long for one.
         self._numbers = {name: view.numpy() for name, view in self.host.items()}
         self._there = {n: v.numpy() for n, v in self.device.items()} if self._bytes.is_cpu else None
-        self._known = self._mirror[: self._owned].numpy()
+        self._known = self._mirror[: self._owned].numpy().data
+        self._rest = self._mirror[self._owned :].numpy()
+        whole = self._bytes.numpy() if self._bytes.is_cpu else None
+        # (columns of the host, columns of the device) where the device's copy lies in host memory.
+        self._beside = None if whole is None else (whole[: self._owned].data, whole[self._owned :])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateTensor:
         made = StateTensor(self.slots, self.place)
@@ -174,28 +178,39 @@ class StateTensor:
     def clear(self, slot: int, *names: str) -> None:
         """Zero columns of a slot on both sides."""
         for name in names:
-            self.host[name][slot].zero_()
-            self.device[name][slot].zero_()
+            self._numbers[name][slot] = 0
+            if self._there is not None:
+                self._there[name][slot] = 0
+            else:
+                self.device[name][slot].zero_()
         self._crc = self.crc()
+
+    def empty(self, name: str) -> None:
+        """Zero a column of the device's own there, for all slots; the mirror knows it after a boundary."""
+        if self._there is not None:
+            self._there[name].fill(0)
+        else:
+            self.device[name].zero_()
 
     def crc(self) -> int:
         """CRC-32 of the mirror, the columns that the host owns."""
-        return zlib.crc32(self._known.data)
-
-    def _crc_of(self, data: Tensor) -> int:
-        return zlib.crc32(data[: self._owned].numpy().data)
+        return zlib.crc32(self._known)
 
     def fetch(self, layer: str) -> None:
         """One copy of the device's bytes; the mirror then knows the device's own columns. E1010 when the
         mirror is not what the last write left, or the device's copy of the host's columns differs."""
         if self.crc() != self._crc:
             raise fail("E1010", f"{layer}: the mirror changed since it was written", node=layer)
-        copied = self._bytes.to("cpu", copy=True)
-        if self._crc_of(copied) != self._crc:
-            there = _views(copied, self.slots)
+        if self._beside is not None:
+            known, rest = self._beside
+        else:
+            copied = self._bytes.to("cpu", copy=True).numpy()
+            known, rest = copied[: self._owned].data, copied[self._owned :]
+        if zlib.crc32(known) != self._crc:
+            there = _views(self._bytes.to("cpu", copy=True), self.slots)
             wrong = [n for n, v in self.host.items() if _BY_NAME[n].owner == "host" and not v.equal(there[n])]
             raise fail("E1010", f"{layer}: columns {', '.join(wrong)} differ on the device", node=layer)
-        self._mirror[self._owned :].copy_(copied[self._owned :])
+        self._rest[:] = rest
 
     def move(self, device: torch.device) -> None:
         """Follow the layer to another device."""

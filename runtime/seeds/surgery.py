@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from runtime.seeds.errors import fail
 
 KEY = "esper_graft"
+_PLAIN = (bool, int, float, str)
 COMPANION_LR = 1e-3
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _LISTS = (
@@ -167,7 +168,10 @@ class Surgeon:
 def _after(first: Mapping[str, Any], lr_scale: float) -> dict[str, Any]:
     """A group like the first, its rates scaled."""
     left_out = ("params", "param_names", KEY)
-    group = {k: copy.deepcopy(v) for k, v in first.items() if k not in left_out}
+    group: dict[str, Any] = {k: v for k, v in first.items() if k not in left_out}
+    for option, value in group.items():
+        if value is not None and not isinstance(value, _PLAIN):
+            group[option] = copy.deepcopy(value)
     for rate in _RATES:
         if rate in group and lr_scale != 1.0:
             group[rate] = group[rate] * lr_scale
