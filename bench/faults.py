@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,14 +184,56 @@ def _renamed(mutant: Mutant, entry: str) -> str:
 # -- judging
 
 
+class Kept:
+    """Rows of what was judged, in a file as each is known where one is given: a later run goes on there."""
+
+    def __init__(self, path: Path | None, planted: Sequence[Planted]) -> None:
+        self._path, self._lock, self._over = path, threading.Lock(), False
+        names = {c.file for c in planted}
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        found = {row["file"]: row for row in map(_whole, lines) if row and row["file"] in names}
+        self.rows = list(found.values())
+        self.left = [c for c in planted if c.file not in found]
+        self._asked = len(planted)
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self.rows.append(row)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(results.plain(row)) + "\n")
+            if len(self.rows) % 20 == 0:
+                say(f"{len(self.rows)} of {self._asked}")
+
+    def close(self) -> None:
+        """What comes later is of a judge that was stopped, and says nothing."""
+        with self._lock:
+            self._over = True
+
+
+def _whole(line: str) -> dict[str, Any] | None:
+    """None for a line that was being written when the machine went away."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+GRACE_S = 15.0  # for judges that are at work when the time is over
+
+
 def judged(
-    folder: Path, planted: Sequence[Planted], device: str, jobs: int, seconds: float, quick: bool
-) -> list[dict[str, Any]]:
+    folder: Path, planted: Sequence[Planted], device: str, jobs: int, seconds: float, quick: bool,
+    kept: Path | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row per artifact that was judged before the time was over; `jobs` at a time. Clean ones get all cases
     with the first of their seeds, the short list with the others. A fault that passed is looked for a witness
-    against (`tests/faults/witness.py`)."""
+    against (`tests/faults/witness.py`). `kept`: a file of rows, read first and added to."""
     servers: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
-    end, lock, rows = time.monotonic() + seconds, threading.Lock(), []
+    begun: list[ForkServer] = []
+    end, rows = time.monotonic() + seconds, Kept(kept, planted)
 
     first = min((c.seed for c in planted if not c.kind), default=0)
 
@@ -208,29 +250,34 @@ def judged(
                 seen = witness.find(clean, data, device, server, seed=case.seed)
         finally:
             servers.put(server)
-        with lock:
-            told = {"witness": seen.place, "beyond": seen.fault, "full": not short}
-            rows.append({**_row(case, found), **told})
-            if bool(case.kind) != (found.passed is False):
-                say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
-                say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
-            if len(rows) % 20 == 0:
-                say(f"{len(rows)} of {len(planted)}")
+        if bool(case.kind) != (found.passed is False):
+            say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
+            say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
+        told = {"witness": seen.place, "beyond": seen.fault, "full": not short}
+        rows.add({**_row(case, found), **told})
 
     def start(_: int) -> None:
         server = ForkServer(packages=("gauntlet", "tests"))
-        servers.put(server)  # first, so that it is closed whatever happens
+        begun.append(server)  # first, so that it is closed whatever happens
         server.start()
+        servers.put(server)
 
+    pool = ThreadPoolExecutor(jobs)
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(start, range(jobs)))
-            say(f"{jobs} judges")
-            list(pool.map(one, planted))
+        list(pool.map(start, range(jobs)))
+        say(f"{jobs} judges, {len(rows.left)} of {len(planted)} to judge")
+        work = [pool.submit(one, case) for case in rows.left]
+        late = wait(work, timeout=max(end - time.monotonic(), 0.0) + GRACE_S).not_done
+        rows.close()
+        for future in set(work) - late:
+            future.result()
     finally:
-        while not servers.empty():
-            servers.get().close()
-    return rows
+        for server in begun:
+            server.close()
+        pool.shutdown(wait=True, cancel_futures=True)
+        for server in begun:
+            server.close()  # one that a judge started anew when its first was gone
+    return rows.rows
 
 
 def _row(case: Planted, found: Judgement) -> dict[str, Any]:
@@ -327,8 +374,9 @@ def pack(folder: Path) -> Path:
 
 
 def run(
-    folder: Path | None, device: str, count: int, seed: int, jobs: int, seconds: float, quick: bool
-) -> dict[str, Any]:
+    folder: Path | None, device: str, count: int, seed: int, jobs: int, seconds: float, quick: bool,
+    kept: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Judge what lies in the folder, or what is made for this processor now."""
     with tempfile.TemporaryDirectory(prefix="esper-faults-") as made:
         home = folder or Path(made)
@@ -336,7 +384,7 @@ def run(
             make(home, "cpu" if device == "cpu" else "auto", count, seed)
         lines = (home / "planted.jsonl").read_text(encoding="utf-8").splitlines()
         planted = [Planted(**json.loads(line)) for line in lines]
-        rows = judged(home, planted, device, jobs, seconds, quick)
+        rows = judged(home, planted, device, jobs, seconds, quick, kept)
     return document(rows, len(planted), seed, device)
 
 
@@ -361,17 +409,18 @@ def alone(folder: Path | None, out: Path, quick: bool) -> int:
 @click.option("--jobs", default=2, show_default=True, help="Judges at a time.")
 @click.option("--seconds", default=7200.0, show_default=True, help="Limit of the judging.")
 @click.option("--quick", is_flag=True, help="The short list of cases for faults too.")
+@click.option("--rows", "kept", type=click.Path(path_type=Path), help="File of verdicts, to go on from.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
     made: Path | None, folder: Path | None, target: str, only: tuple[str, ...], device: str, count: int,
-    seed: int, jobs: int, seconds: float, quick: bool, out: Path,
+    seed: int, jobs: int, seconds: float, quick: bool, kept: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Plant faults, judge them and clean artifacts, write the results file. Exit 1 when one was misjudged."""
     if made is not None:
         planted = make(made, target, count, seed, only)
         say(f"{sum(bool(p.kind) for p in planted)} faults of {len(planted)} artifacts: {pack(made)}")
         return
-    found = run(folder, device, count, seed, jobs, seconds, quick)
+    found = run(folder, device, count, seed, jobs, seconds, quick, kept)
     show(found)
     say(f"written: {results.write(found, out)}")
     sys.exit(1 if found["wrong"] else 0)

@@ -39,8 +39,10 @@ def test_figures_count_what_is_ahead() -> None:
     def row(name: str, ours: float, right: bool = True) -> dict[str, object]:
         return {"chain": name, "correct": right, "ms": {"eager": 2.0, "esper": ours, "compile": 1.0}}
 
-    rows = [row("a", 0.5), row("b", 1.5), row("c", 0.5, right=False), {"chain": "d", "correct": False}]
-    found = chains.figures(rows)
-    assert found["correct"]["value"] == 2
-    assert found["ahead_of_eager"]["value"] == 0.5 and found["ahead_of_eager"]["behind"] == ["c", "d"]
-    assert found["ahead_of_compile"]["value"] == 0.25 and not found["ahead_of_compile"]["met"]
+    rows = [row("a", 0.5), row("b", 1.5), row("c", 0.5, right=False), row("e", 2.01)]
+    rows.append({"chain": "d", "correct": False})
+    found = chains.figures(rows, len(rows))
+    assert found["correct"]["value"] == 3
+    assert found["ahead_of_eager"]["value"] == 0.4 and found["ahead_of_eager"]["behind"] == ["c", "d"]
+    assert found["ahead_of_eager"]["level"] == ["e"] and found["level_with_eager"]["value"] == 1
+    assert found["ahead_of_compile"]["value"] == 0.2 and not found["ahead_of_compile"]["met"]
