@@ -27,7 +27,7 @@ demo-growth: $(STAMP)  ## a network on MNIST-1D finds its bottleneck and grafts 
 	$(PY) -m bench.growing.demo
 
 test: $(STAMP)  ## everything that runs without a card, in minutes
-	$(PY) -m pytest -n 2 -m "not slow and not gpu"
+	$(PY) -m pytest -n 2 --dist loadscope -m "not slow and not gpu"
 
 test-slow: $(STAMP)  ## the long ones
 	$(PY) -m pytest -m "slow and not gpu"

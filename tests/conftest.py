@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,21 @@ def _card() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadscope` deals units of `tests.dealing`."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from tests.dealing import Dealing
+
+    return Dealing(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.dealing import rank
+
+        items.sort(key=rank)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     # With ESPER_REQUIRE_GPU=1 (`make test-gpu`) they run and fail without a card instead of being skipped.
     if not wanted or os.environ.get("ESPER_REQUIRE_GPU") == "1" or _card():

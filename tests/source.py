@@ -81,6 +81,7 @@ def _walk(node: ast.AST, local: bool) -> Iterator[tuple[ast.Import | ast.ImportF
         yield from _walk(child, inside)
 
 
+@cache
 def imports(path: Path) -> list[Import]:
     """Every import of a file, those inside functions and under TYPE_CHECKING included."""
     file, importer = relative(path), module_name(path)

@@ -34,8 +34,19 @@ def _seen(shelf: Shelf, artifact: str, **more: str) -> dict[str, Any]:
     return answer(shelf.child(SCRIPT, ARTIFACT=artifact, **more))
 
 
-def test_other_version_runs_and_is_counted(shelf: Shelf, artifact: str) -> None:
-    same, other = _seen(shelf, artifact), _seen(shelf, artifact, FAKED="2.99.0")
+@pytest.fixture(scope="module")
+def same(shelf: Shelf, artifact: str) -> dict[str, Any]:
+    """What a process with the version recorded sees."""
+    return _seen(shelf, artifact)
+
+
+@pytest.fixture(scope="module")
+def other(shelf: Shelf, artifact: str) -> dict[str, Any]:
+    """What one with another version sees."""
+    return _seen(shelf, artifact, FAKED="2.99.0")
+
+
+def test_other_version_runs_and_is_counted(same: dict[str, Any], other: dict[str, Any]) -> None:
     assert same["mismatches"] == []
     assert other["mismatches"] and "2.99.0" in str(other["mismatches"])
     assert other["bits"] == same["bits"]
@@ -48,7 +59,7 @@ def test_strict_mode_refuses(shelf: Shelf, artifact: str) -> None:
     assert refusal["code"] == "E0808" and refusal["exit_code"] == 16
 
 
-def test_plan_digests_differ_between_ranks(shelf: Shelf, artifact: str) -> None:
-    ranks = [_seen(shelf, artifact)["plan_digest"] for _ in range(2)]
-    assert ranks[0] == ranks[1]
-    assert _seen(shelf, artifact, FAKED="2.99.0")["plan_digest"] != ranks[0]
+def test_plan_digests_differ_between_ranks(
+    shelf: Shelf, artifact: str, same: dict[str, Any], other: dict[str, Any]
+) -> None:
+    assert _seen(shelf, artifact)["plan_digest"] == same["plan_digest"] != other["plan_digest"]

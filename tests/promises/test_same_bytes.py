@@ -19,17 +19,18 @@ from tests.promises.shelf import Shelf
 from tests.source import PACKAGES, ROOT
 
 SCRIPT = "from forge.cli import main; main()"
+EXAMPLES = ("rmsnorm_residual", "small_mlp")
 
 
 def _compile_elsewhere(folder: Path, seed: str) -> dict[str, bytes]:
     """Id -> container of the examples, compiled by a copy of the source in `folder` into an empty library."""
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, folder / package)
     shutil.copytree(ROOT / "examples", folder / "examples")
     home = folder / "home"
     env = {**os.environ, "ESPER_LIBRARY": str(home / "library"), "ESPER_KEYS": str(home / "keys")}
     env |= {"PYTHONHASHSEED": seed, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
-    words = ["compile", "examples/rmsnorm_residual.json", "examples/small_mlp.json", "--json"]
+    words = ["compile", *(f"examples/{name}.json" for name in EXAMPLES), "--json"]
     words += ["--pipeline", "fast", "--target", "h100", "--target", "cpu"]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *words],
@@ -45,12 +46,13 @@ def _compile_elsewhere(folder: Path, seed: str) -> dict[str, bytes]:
         return {row["artifact_id"]: library.read(row["artifact_id"]) for row in document["artifacts"]}
 
 
-def test_two_folders_and_two_empty_libraries(tmp_path: Path) -> None:
-    first = _compile_elsewhere(tmp_path / "one", "1")
-    second = _compile_elsewhere(tmp_path / "a" / "longer path" / "two", "2")
-    assert len(first) == 4 and first.keys() == second.keys()
-    assert all(first[name] == second[name] for name in first)
-    assert not [name for name, data in first.items() if str(tmp_path).encode() in data]
+def test_two_folders_and_two_empty_libraries(shelf: Shelf, tmp_path: Path) -> None:
+    made = _compile_elsewhere(tmp_path / "a" / "longer path", "2")
+    names = [shelf.artifact(example, target) for example in EXAMPLES for target in ("h100", "cpu")]
+    here = {name: shelf.library.read(name) for name in names}
+    assert len(here) == 4 and here == made
+    for folder in (tmp_path, ROOT):
+        assert not [name for name, data in here.items() if str(folder).encode() in data]
 
 
 @pytest.mark.parametrize("target", ["cpu", "h100"])
