@@ -108,8 +108,8 @@ def _bytes(graph: Graph, name: str, made: Lowered, sizes: Mapping[str, int]) -> 
 
 def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
     """Operations of the group's contractions (pointwise work is not what bounds a kernel)."""
-    if group.chain is not None:
-        return sum(group_flops(graph, part, sizes) for part in group.chain)
+    if group.chain is not None or group.beside:
+        return sum(group_flops(graph, part, sizes) for part in group.chain or group.beside)
     node = group.contraction
     if node is None or lowering_kind(node) != "contraction":
         return 0

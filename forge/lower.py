@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
+from forge.accumulate import accumulated, bias_of, biased
 from forge.band import banded
 from forge.body import Body, BodyBuilder
 from forge.fuse import LITTLE
 from forge.groups import Group, lowering_kind
+from forge.horizontal import joined
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, gathered, ordered, partition
 from forge.passes.phases import Phase, with_dense_operands
-from forge.plan import Access, ChainTile, KernelPlan, Load, MatmulTile, Store
+from forge.plan import Access, ChainTile, JoinedTile, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.reuse import in_place
 from forge.target import Target
@@ -227,6 +229,8 @@ def _general(plan: KernelPlan) -> KernelPlan:
     tile = plan.tile
     if isinstance(tile, ChainTile):
         return replace(plan, tile=replace(tile, block_k=min(tile.block_k, 32), stages=min(tile.stages, 2)))
+    if isinstance(tile, JoinedTile):
+        return replace(plan, tile=replace(tile, parts=tuple(map(_general, tile.parts))))
     if not isinstance(tile, MatmulTile):
         return plan
     return replace(plan, tile=replace(tile, block_k=min(tile.block_k, 16), stages=min(tile.stages, 2)))
@@ -234,6 +238,8 @@ def _general(plan: KernelPlan) -> KernelPlan:
 
 def _symbolic_run(plan: KernelPlan) -> bool:
     """The contiguous axis has a symbolic size that is not known to be a multiple of 16."""
+    if isinstance(plan.tile, JoinedTile):
+        return any(map(_symbolic_run, plan.tile.parts))
     last = plan.space[-1]
     strides = [s for a in plan.accesses for s in a.strides]
     strides += [s for a in plan.operands for s in a.strides]
@@ -249,7 +255,10 @@ def lower_phase(
     low = _Lowerer(phase, target, kernels, sizes, interface, outputs)
     low.declare()
     parts, done = _lowered(low, tag)
-    done = banded(done, set(low.numbers), sizes, target.async_copies) if target.kind != "cpu" else done
+    done = accumulated(done, low.graph, set(low.numbers))
+    if target.kind != "cpu":
+        done = banded(done, set(low.numbers), sizes, target.async_copies)
+        done = joined(done, low.numbers, sizes, target.shared_bytes)
     draft = Draft(phase, target, sizes, interface, outputs, tag)
     for node, key in low.ways.keys.items():
         kernels.drafts.setdefault(key, (draft, node))
@@ -308,6 +317,8 @@ def _chained(low: _Lowerer, graph: Graph, alone: frozenset[str]) -> Partition:
         groups = chain.merged(parts.groups, pairs, parts.views)
         done = {g.chain[1].contraction.id for g in groups if g.chain and g.chain[1].contraction}
         if done >= pairs.keys():
+            if low.target.kind != "cpu":
+                groups = biased(groups, parts.graph, parts.views, parts.externs)
             return replace(parts, groups=ordered(groups, parts.views))
         pairs = {b: a for b, a in pairs.items() if b in done}
 
@@ -353,7 +364,7 @@ def _lower_group(low: _Lowerer, parts: Partition, group: Group, name: str, rever
     if group.chain is not None:
         return _chain(low, parts, group, name)
     if group.contraction is not None and group.contraction.id in parts.externs:
-        return _extern(low, parts, group.contraction, name)
+        return _extern(low, parts, group, name)
     if group.contraction is not None and lowering_kind(group.contraction) == "opaque":
         return _table(low, parts, group.contraction, name)
     given, _ = _given(low, parts, group, _stored(parts, group), name, reverse)
@@ -404,8 +415,10 @@ def _stored(parts: Partition, group: Group) -> set[str]:
     return own & read
 
 
-def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
+def _extern(low: _Lowerer, parts: Partition, group: Group, name: str) -> Lowered:
     """A library call; operands that are not a permutation of dense memory are copied to workspace first."""
+    node = group.contraction
+    assert node is not None
     copies: list[Launch] = []
     temps: dict[str, Temp] = {}
     operands: list[Operand] = []
@@ -420,7 +433,10 @@ def _extern(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:
             whole = View(dense, side.shape, dense_strides(side.shape))
             operands.append(extern.operand(whole, node, temps[dense].numel))
     read = frozenset(v for n in low.graph for v in n.tensors) | frozenset(low.graph.outputs)
-    return Lowered("extern", (*copies, extern.call(node, operands, read)), temps)
+    call = extern.call(node, operands, read)
+    for total in group.nodes[1:]:
+        call = extern.with_bias(call, total, bias_of(total, node, low.graph, parts.views))
+    return Lowered("extern", (*copies, call), temps)
 
 
 def _table(low: _Lowerer, parts: Partition, node: Node, name: str) -> Lowered:

@@ -38,6 +38,7 @@ from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
 from forge.access import INDEX, Access
 from forge.rowtile import RowTile
+from library.launch import Size
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,28 @@ class ProductWay:
     descriptors: bool = False
 
 
-Tile = RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile | ProductWay
+@dataclass(frozen=True)
+class JoinedTile:
+    """Kernels beside each other in one launch (forge/horizontal.py): part i has the programs of its own grid
+    (`grids[i]`: along two axes), numbered behind those of the parts before it. All have `warps`.
+    """
+
+    warps: int
+    stages: int
+    parts: tuple[KernelPlan, ...]
+    grids: tuple[tuple[Size, Size], ...]
+
+    def __str__(self) -> str:
+        made = ", ".join(
+            f"{p.digest[:16]} x {x}, {y}" for p, (x, y) in zip(self.parts, self.grids, strict=True)
+        )
+        return f"JoinedTile(warps={self.warps}, stages={self.stages}, [{made}])"
+
+
+Tile = (
+    RowTile | PointTile | SumTile | MatmulTile | ChainTile | ScanTile | PlaceTile | GatherTile | ProductWay
+    | JoinedTile
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

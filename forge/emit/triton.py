@@ -6,6 +6,8 @@ PointTile kernels are one-dimensional.
 
 from __future__ import annotations
 
+from functools import partial
+
 from esper_ir.types import Dim
 from forge.band import BandTile
 from forge.emit import triton_moments as moments
@@ -13,6 +15,7 @@ from forge.emit.triton_band import bands
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import helpers
 from forge.emit.triton_chain import chains, dot_operand
+from forge.emit.triton_joined import joined
 from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
 from forge.emit.triton_scan import scans
@@ -23,6 +26,7 @@ from forge.plan import (
     ChainTile,
     Compute,
     GatherTile,
+    JoinedTile,
     KernelPlan,
     Load,
     MatmulTile,
@@ -44,6 +48,8 @@ def emit(plan: KernelPlan, *, interpreted: bool = False) -> str:
 
 def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:
     """The kernel alone, without imports and what all kernels share."""
+    if isinstance(plan.tile, JoinedTile):
+        return joined(plan, partial(emit_kernel, interpreted=interpreted))
     out = Kernel(plan, interpreted)
     params = ", ".join([*(f"p_{i}" for i in range(len(plan.buffers))), *plan.sizes])
     out.w.line("@triton.jit")

@@ -115,6 +115,14 @@ def call(node: Node, operands: Sequence[Operand], read: frozenset[str]) -> Call:
     return Call("bmm" if batch else "mm", (a, b), (Operand(node.id, shape),), attrs)
 
 
+def with_bias(call: Call, total: Node, bias: str | None) -> Call:
+    """A product with a vector added to each of its rows, as the result of `total`."""
+    assert bias is not None and call.op == "mm"
+    (out,) = call.outs
+    inputs = (Operand(bias, out.shape[-1:]), *call.inputs)
+    return Call("addmm", inputs, (Operand(total.id, out.shape),), call.attrs)
+
+
 def _scalars(node: Node) -> dict[str, Any]:
     """Attributes as JSON scalars: numbers of a tuple joined by commas. Shapes are left out, the results have
     them.

@@ -53,7 +53,8 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     if tile.descriptors and not describable(given.target, spec):
         tile = replace(tile, descriptors=False)
     tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
-    if tile.split_k == 1:
+    if tile.split_k < _least_split(space, accesses):
+        tile = replace(tile, split_k=1)
         plan = _plan(given, space, accesses, given.body.stmts, tile, spec)
         step, temps = _launch(plan, tiles, node.id)
         return Lowered("matmul", (step,), temps)
@@ -117,10 +118,10 @@ def _dense(access: Access) -> bool:
     return plain and access.dtype.itemsize == 2 and steps[0] == 1 and steps[1] > 1 and steps[1] % 8 == 0
 
 
-def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim) -> bool:
-    """Whether an address may lie past 31 bits."""
+def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim, split: int = 1) -> bool:
+    """Whether an address may lie past 31 bits, those of the parts of a `split` sum among them."""
     ranges = {n: (s.min, s.max) for n, s in given.graph.dims.items()}
-    pairs = (space[0] * space[1], space[0] * depth, depth * space[1])
+    pairs = (space[0] * space[1] * split, space[0] * depth, depth * space[1])
     highs = [p.bounds(ranges)[1] for p in pairs]
     return any(h is None or h + 2**20 >= 2**31 for h in highs)
 
@@ -159,34 +160,39 @@ def _split(
     m, n = space
     flat = m * n
     part = Access(buffer, kind, (n, ONE), partial=True)
-    first = _plan(given, space, [part], [Store(0, "acc")], tile, spec)
+    wide = far(given, space, spec.k, tile.split_k)
+    first = replace(_plan(given, space, [part], [Store(0, "acc")], tile, spec), wide=wide)
     stmts: list[Stmt] = [Load("part", 0), Reduce("acc", "part", "sum", "col"), *given.body.stmts]
     shifted = [Store(s.access + 1, s.value) if isinstance(s, Store) else s for s in stmts[2:]]
     shifted = [Load(s.name, s.access + 1) if isinstance(s, Load) else s for s in shifted]
-    joined, walked = collapse(space, accesses, None)
-    if len(joined) != 1:
-        return _plain(given, space, accesses, tile, spec, tiles)
-    outs = [x.led() for x in walked]
-    wide = 256
+    outs = [x.led() for x in _as_one(space, accesses)]
+    block = 256
     total = KernelPlan(
         given.name + "_sum", (Dim.of(tile.split_k), flat), (Access(buffer, kind, (flat, ONE)), *outs),
-        (*stmts[:2], *shifted), SumTile(min(tile.split_k, 16), wide, 4), symbols(flat),
+        (*stmts[:2], *shifted), SumTile(min(tile.split_k, 16), block, 4),
+        symbols(flat, *(d for x in outs for d in x.dims)), wide=wide,
     )  # fmt: skip
     step, temps = _launch(first, tiles, node.id)
-    steps = (step, Launch(total, (size_of(ceildiv(flat, wide)), 1, 1)))
+    steps = (step, Launch(total, (size_of(ceildiv(flat, block)), 1, 1)))
     return Lowered("matmul split", steps, {buffer: Temp(kind, (Dim.of(tile.split_k), flat)), **temps})
 
 
-def _plain(
-    given: RowsInput,
-    space: tuple[Dim, Dim],
-    accesses: list[Access],
-    tile: MatmulTile,
-    spec: MatmulSpec,
-    tiles: Dim,
-) -> Lowered:
-    """An epilogue that broadcasts cannot run on the flattened sum: no split."""
-    plan = _plan(given, space, accesses, given.body.stmts, replace(tile, split_k=1), spec)
-    assert given.group.contraction is not None
-    step, temps = _launch(plan, tiles, given.group.contraction.id)
-    return Lowered("matmul", (step,), temps)
+def _least_split(space: tuple[Dim, Dim], accesses: list[Access]) -> int:
+    """Parts from which the sum is worth a kernel. An epilogue that does not walk both axes as one is slower
+    there; one that reads windows cannot be done there.
+    """
+    if any(x.windows for x in accesses):
+        return 1 << 30
+    return 2 if len(collapse(space, accesses, None)[0]) == 1 else 4
+
+
+def _as_one(space: tuple[Dim, Dim], accesses: list[Access]) -> list[Access]:
+    """Both axes of the epilogue as one; what does not lie along them as one run is found by quotient and
+    rest.
+    """
+    joined, walked = collapse(space, accesses, None)
+    if len(joined) == 1:
+        return walked
+    apart = [() if a.strides[0] == a.strides[1] * space[1] else (*zip(space, a.strides, strict=True),)
+             for a in accesses]  # fmt: skip
+    return [replace(a, strides=a.strides[1:], parts=parts) for a, parts in zip(accesses, apart, strict=True)]

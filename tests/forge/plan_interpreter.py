@@ -21,6 +21,7 @@ from forge.plan import (
     ChainTile,
     Compute,
     GatherTile,
+    JoinedTile,
     KernelPlan,
     Load,
     MatmulTile,
@@ -89,7 +90,7 @@ def run_plan(
     False the elementary functions are computed in float64 and rounded once."""
     run = _Run(plan, dict(buffers), dict(sizes), row_sum or (lambda x: x.sum(-1)), libraries)
     tiles = {RowTile: run.rows, PointTile: run.points, SumTile: run.sums, MatmulTile: run.products,
-             ChainTile: run.chains, BandTile: run.bands,
+             ChainTile: run.chains, BandTile: run.bands, JoinedTile: run.joined,
              ScanTile: run.scans, PlaceTile: run.lists, GatherTile: run.gathers}  # fmt: skip
     tiles[type(plan.tile)]()
 
@@ -145,6 +146,13 @@ class _Run:
                     whole = count if access.strides[-1] == Dim() else count * part.cols.value(self.sizes)
                     memory[access.buffer] = torch.full((whole,), math.nan, dtype=torch_dtype(access.dtype))
             run_plan(part, memory, self.sizes, row_sum=self.row_sum, libraries=self.libraries)
+
+    def joined(self) -> None:
+        """The parts in any order: the last one first."""
+        tile = self.plan.tile
+        assert isinstance(tile, JoinedTile)
+        for part in tile.parts[::-1]:
+            run_plan(part, self.buffers, self.sizes, row_sum=self.row_sum, libraries=self.libraries)
 
     def shares(self, tile: RowTile) -> list[Tensor]:
         """The rows of each program, in the order in which it takes them."""
