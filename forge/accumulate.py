@@ -145,7 +145,7 @@ def biased(groups: Sequence[Group], graph: Graph, known: Mapping[str, View], cal
         if total.id in home.columns or bias_of(total, node, graph, known) is None:
             continue
         left = replace(home, nodes=[n for n in home.nodes if n is not total])
-        grown = replace(product, nodes=[node, total])
+        grown = replace(product, nodes=[*product.nodes, total])
         out = [
             grown if g is product else left if g is home else g for g in out if g is not home or left.nodes
         ]

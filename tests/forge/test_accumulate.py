@@ -118,3 +118,12 @@ def test_numbers_with_a_bias(rows: int) -> None:
     }  # fmt: skip
     work = check(text.parse(json.dumps(data)), {"n": rows}, "h100")
     assert any(isinstance(s, ExternStep) and s.op == "addmm" for s in work.lowerings[1].plan.steps)
+
+
+def test_a_product_that_is_only_moved() -> None:
+    """What moves for nothing lies in the product's group and is no addition."""
+    data = document(1, [], ["y0"], dtype="float64")
+    turned = {"id": "t", "op": "permute", "inputs": ["y0"], "attrs": {"dims": [1, 0]}}
+    data |= {"nodes": [*data["nodes"], turned], "outputs": ["t"]}
+    work = check(text.parse(json.dumps(data)), {}, "h100")
+    assert any(isinstance(s, ExternStep) for s in work.lowerings[0].plan.steps)
