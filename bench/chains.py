@@ -273,10 +273,10 @@ def figures(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
 
 
 def rows_of(
-    chains: list[Chain], made: Mapping[str, Any], library: Library, tiny: bool, seconds: float
+    chains: list[Chain], made: Mapping[str, Any], library: Library, tiny: bool, end: float
 ) -> list[dict[str, Any]]:
     """A row for every chain that was begun before the time was over."""
-    rows, end = [], time.monotonic() + seconds
+    rows = []
     for chain in chains:
         if time.monotonic() > end:
             say(f"{chain.name}: not begun, the time is over")
@@ -291,7 +291,7 @@ def rows_of(
 @click.option("--from", "from_", type=click.Path(path_type=Path), help="Time what is in this folder.")
 @click.option("--target", default="auto", show_default=True)
 @click.option("--jobs", default=12, show_default=True, help="Processes that compile peers.")
-@click.option("--seconds", default=3600.0, show_default=True, help="With --from: of the timing.")
+@click.option("--seconds", default=3600.0, show_default=True, help="With --from: of all of it.")
 @click.option("--tiny", is_flag=True, help=f"A {SMALLER}th of the elements: whether it runs.")
 @click.option("--prepare", "prepare_", is_flag=True, hidden=True)
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
@@ -300,6 +300,7 @@ def main(
     seconds: float, tiny: bool, prepare_: bool, out: Path,
 ) -> None:  # fmt: skip
     """Compile, or time and write the results file; both where neither is asked for."""
+    end = time.monotonic() + seconds
     exact = {w[1:] for w in only if w.startswith("=")}
     chains = [c for c in CHAINS if c.name in exact] if exact else named(only)
     if prepare_:
@@ -315,7 +316,7 @@ def main(
         tiny, chains = made["tiny"], [c for c in chains if c.name in made["chains"]]
         _warmed(chains, tiny, jobs)
         with Library.open(folder / "library", trust=folder / "trust", roles=()) as library:
-            rows = rows_of(chains, made["chains"], library, tiny, seconds)
+            rows = rows_of(chains, made["chains"], library, tiny, end)
     document = {**results.header("chains"), "rows": rows, "figures": figures(rows, len(chains))}
     say(f"written: {results.write(document, out)}")
 

@@ -41,7 +41,11 @@ MATH = frozenset(
 )
 OPENMP = ("GOMP_", "omp_get_", "__kmpc_", "_ZGV")
 MAX_GRID = (2**31 - 1, 65535, 65535)
-MAX_BYTES = 1 << 40
+MAX_SIZE = 1 << 40
+"""Of one axis of a buffer."""
+MAX_ELEMENTS = 1 << 48
+"""Of a buffer: its bytes still fit 64 bits. Sizes that no memory holds together are within their ranges all
+the same: the allocator refuses those, not the judge."""
 MAX_SHARED = 1 << 20
 """More than any card has; what this card has is checked by its driver."""
 SM = re.compile(r"sm_(\d+)[af]?")
@@ -263,7 +267,8 @@ def _extents(subject: Subject, plan: Plan) -> Iterator[str]:
             if wrong := outside((argument.value,), ranges, -(2**31), 2**31 - 1):
                 yield f"step {step.group!r} gives {wrong} to a parameter of 32 bits"
     for buffer in plan.buffers:
-        if wrong := outside(buffer.shape, ranges, 0, MAX_BYTES):
+        sides = [outside((size,), ranges, 0, MAX_SIZE) for size in dict.fromkeys(buffer.shape)]
+        if wrong := next(filter(None, sides), "") or outside(buffer.shape, ranges, 0, MAX_ELEMENTS):
             yield f"buffer {buffer.name!r} has {wrong} elements"
 
 

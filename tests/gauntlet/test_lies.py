@@ -188,6 +188,23 @@ def test_a_size_that_does_not_fit_its_parameter_is_refused() -> None:
     assert isinstance(found, Failed) == ("i32" in kinds), (found, kinds)
 
 
+@pytest.mark.parametrize(("most", "sane"), [(1 << 21, True), (1 << 40, False)])
+def test_sizes_that_no_memory_holds_together_are_no_lie(most: int, sane: bool) -> None:
+    """Each of two may be large alone: 2^21 rows of 2^20 tokens are within the range, never allocated."""
+    manifest, blobs = _open(handmade.build(toys.affine()))
+    dims = manifest["launch"]["interface"]["dims"]
+    dims.append({**dims[0], "name": "batch", "min": 1, "max": 1 << 20, "multiple_of": 1})
+    dims[0] |= {"min": 1, "max": most, "multiple_of": 1}
+    shape = [dims[0]["name"], "batch"]
+    buffer = {"name": "wide", "dtype": "float32", "shape": shape, "source": "temp", "index": 0}
+    plan = manifest["launch"]["plans"][0]
+    plan["buffers"].append(buffer)
+    plan["bucket"] = []
+    subject = Subject(unpack(pack(manifest, blobs)), torch.device("cpu"))
+    found = list(integrity._extents(subject, subject.launch.plans[0]))
+    assert (not any("'wide'" in line for line in found)) is sane, found
+
+
 def _expression(rng: random.Random, depth: int) -> Size:
     if depth == 0 or rng.random() < 0.2:
         return rng.choice(("a", "b", rng.randrange(-4, 9)))
