@@ -26,6 +26,9 @@ WIDEST = 256
 """Columns of the narrow value: its tile lies in registers."""
 WEIGHTS = 1 << 17
 """Elements of both right operands together: every program reads them from the L2."""
+ALONE, ONCE, HELD = 132, 256, 1 << 17
+"""Programs that a card runs one to a multiprocessor; columns of a row that one block holds; bytes of both
+right operands that a program does."""
 
 
 def candidates(graph: Graph, views: Mapping[str, View], target: Target) -> dict[str, str]:
@@ -149,7 +152,8 @@ def lower(first: Half, second: Half, link: str) -> Lowered:
     b = Access(second.b.base, kinds[3], (second.b.strides[-2], second.b.strides[-1]), offset=second.b.offset)
     stmts = tuple(renamed(first.given.body))
     sizes = first.given.sizes
-    prior = _tile(r.value(sizes), n.value(sizes), spec.k.value(sizes))
+    held = min(second.given.target.shared_bytes * 3 // 4, HELD) // kinds[0].itemsize
+    prior = _tile(m.value(sizes), r.value(sizes), n.value(sizes), spec.k.value(sizes), held)
     tile = second.given.choose(space, accesses, prior, (spec, stmts, tuple(head_accesses), b))
     head = KernelPlan("head", head_space, tuple(head_accesses), stmts, tile, (), spec)
     chain = Chain(head, _new(link), b, precision(second.node))
@@ -178,11 +182,15 @@ def _new(name: str) -> str:
     return name if name == "acc" else f"h{name}"
 
 
-def _tile(r: int, n: int, k: int) -> ChainTile:
+def _tile(m: int, r: int, n: int, k: int, held: int) -> ChainTile:
     """A prior by shape, measured on an H200 (8192 x 4096 x 16 and 1024 x 64 x 256): rows in small blocks,
     since many programs hide each other's waits; a wide value between the products wants more warps for its
-    tile.
+    tile. Programs that are alone on a multiprocessor ask for everything before they compute; `held`: elements
+    that a program may keep on chip.
     """
     wide = r > 64
+    if m <= 16 * ALONE and max(n, k) <= ONCE and next_pow2(r) * (next_pow2(n) + next_pow2(k)) <= held:
+        warps = 8 if wide else 4 if max(n, k) > 128 else 2
+        return ChainTile(16, max(next_pow2(k), 16), max(next_pow2(n), 16), warps, 1)
     block_n = min(max(next_pow2(n), 16), 64 if wide else 128)
     return ChainTile(16, min(max(next_pow2(k), 16), 128), block_n, 8 if wide else 2, 2 if wide else 4)
