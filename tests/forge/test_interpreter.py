@@ -66,7 +66,7 @@ def block(x: list[int | str], *nodes: dict[str, Any], **params: list[int]) -> di
 def group_norm(channels: int) -> dict[str, Any]:
     norm = {"id": "h", "op": "group_norm", "inputs": ["x", "w", "b"], "attrs": {"num_groups": 3}}
     return block(
-        ["n", 12, 5, 60], norm, {"id": "y", "op": "silu", "inputs": ["h"]}, w=[channels], b=[channels]
+        ["n", 12, 3, 50], norm, {"id": "y", "op": "silu", "inputs": ["h"]}, w=[channels], b=[channels]
     )
 
 
@@ -84,7 +84,7 @@ CASES |= {
         "blueprint": block(["n", 17000], {"id": "y", "op": "softmax", "inputs": ["x"]}), "dims": {"n": 2},
     },
     "sums along a strided axis": {
-        "blueprint": block(["n", 300, 70], POOLED, {"id": "y", "op": "mul", "inputs": ["x", "m"]}),
+        "blueprint": block(["n", 300, 40], POOLED, {"id": "y", "op": "mul", "inputs": ["x", "m"]}),
         "dims": {"n": 2},
     },
     "cross entropy of long rows": {

@@ -95,7 +95,7 @@ def judge(place: Path, total: Counter[str], record: Record) -> None:
 @pytest.mark.timeout(600)
 def test_a_short_storm(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=16, kills=6, seconds=12.0), record_property)
+    judge(tmp_path, storm(tmp_path, writers=16, kills=4, seconds=8.0), record_property)
 
 
 @pytest.mark.slow
