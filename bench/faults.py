@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -189,11 +189,11 @@ class Kept:
 
     def __init__(self, path: Path | None, planted: Sequence[Planted]) -> None:
         self._path, self._lock, self._over = path, threading.Lock(), False
-        names = {c.file for c in planted}
+        names = {(c.file, c.seed) for c in planted}  # a clean one is judged with several seeds
         lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
-        found = {row["file"]: row for row in map(_whole, lines) if row and row["file"] in names}
-        self.rows = list(found.values())
-        self.left = [c for c in planted if c.file not in found]
+        told = {(row["file"], row["seed"]): row for row in map(_whole, lines) if row}
+        self.rows = [row for key, row in told.items() if key in names]
+        self.left = [c for c in planted if (c.file, c.seed) not in told]
         self._asked = len(planted)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ def judged(
     against (`tests/faults/witness.py`). `kept`: a file of rows, read first and added to."""
     servers: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
     begun: list[ForkServer] = []
-    end, rows = time.monotonic() + seconds, Kept(kept, planted)
+    end, rows, commit = time.monotonic() + seconds, Kept(kept, planted), results.commit()[0]
 
     first = min((c.seed for c in planted if not c.kind), default=0)
 
@@ -253,7 +253,7 @@ def judged(
         if bool(case.kind) != (found.passed is False):
             say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
             say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
-        told = {"witness": seen.place, "beyond": seen.fault, "full": not short}
+        told = {"witness": seen.place, "beyond": seen.fault, "full": not short, "commit": commit}
         rows.add({**_row(case, found), **told})
 
     def start(_: int) -> None:
@@ -318,6 +318,10 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
         "judge_own_processor_seconds_median": results.figure(_own(clean), "s", 2.0),
     }
     notes = [f"seed {seed}; {len(rows)} of {asked} artifacts judged on {device} within the time given"]
+    full = sum(bool(r.get("full")) for r in [*faults, *clean])
+    notes += [f"{full} by all cases, the others by the short list"]
+    at = Counter(str(r.get("commit", "unknown"))[:7] for r in rows)
+    notes += [f"judged at {name}: {count}" for name, count in at.items() if len(at) > 1]
     told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "within": _told(within)}
     return {**results.header("faults"), "rows": by_class, "figures": figures, **told, "notes": notes}
 

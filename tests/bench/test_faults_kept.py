@@ -63,7 +63,7 @@ def test_goes_on_from_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_rows_of_other_artifacts_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "rows.jsonl"
-    kept.write_text(json.dumps({"file": "z"}) + "\n")
+    kept.write_text("".join(json.dumps({"file": f, "seed": s}) + "\n" for f, s in (("z", 3), ("a", 4))))
     judging(monkeypatch)
     rows = faults.judged(tmp_path, planted(tmp_path, "a"), "cpu", 1, 60.0, True, kept)
-    assert [r["file"] for r in rows] == ["a"]
+    assert [(r["file"], r["seed"]) for r in rows] == [("a", 3)]
