@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,13 +117,14 @@ def kernel_flops(path: Path, target: str, block: Block) -> dict[str, dict[str, i
     work = run(UNBUILT, Work(text.load(path), resolve(target), FAST.name))
     found: dict[str, dict[str, int]] = {}
     for sizes in block.sizes:
-        groups = {
-            f"{low.phase.name} {group.name}": group_flops(low.parts.graph, group, sizes)
-            for low in work.lowerings
-            for group, made in low.lowered
-            if not any(isinstance(step, Call) for step in made.steps)
-        }
-        found[block.size_label(sizes)] = {name: count for name, count in groups.items() if count}
+        groups: Counter[str] = Counter()
+        rows = [(low, *row) for low in work.lowerings for row in low.lowered]
+        for low, group, made in rows:
+            if not any(isinstance(step, Call) for step in made.steps):
+                # Of several launches with a group's name the one that multiplies.
+                flops = group_flops(low.parts.graph, group, sizes)
+                groups |= Counter({f"{low.phase.name} {group.name}": flops})
+        found[block.size_label(sizes)] = dict(groups)
     return found
 
 

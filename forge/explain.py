@@ -13,7 +13,7 @@ from esper_ir.types import Dim
 from forge.groups import Group, lowering_kind
 from forge.lower import PhaseLowering
 from forge.lowered import Call, Launch, Lowered
-from forge.plan import Store
+from forge.plan import JoinedTile, Store, Tile
 from forge.target import Target
 from forge.templates.choice import tuned_sizes
 from forge.work import Work
@@ -70,13 +70,18 @@ def _group(
         "template": made.template,
         "nodes": [f"{n.id}: {n.op}" for n in group.nodes],
         "space": [str(s) for s in group.space],
-        "kernels": [str(s.plan.tile) for s in made.steps if isinstance(s, Launch)],
+        "kernels": [_tiles(s.plan.tile) for s in made.steps if isinstance(s, Launch)],
         "externs": [s.op for s in made.steps if isinstance(s, Call)],
         "bytes_read": read,
         "bytes_written": written,
         "flops": flops,
         "floor_us": round(floor * 1e6, 3),
     }
+
+
+def _tiles(tile: Tile) -> str:
+    """A tile, or those of the parts that are beside each other."""
+    return " | ".join(str(p.tile) for p in tile.parts) if isinstance(tile, JoinedTile) else str(tile)
 
 
 def group_traffic(graph: Graph, group: Group, made: Lowered, sizes: Mapping[str, int]) -> tuple[int, int]:
