@@ -73,17 +73,21 @@ def _log_sigmoid(attrs: Attrs) -> Expr:
     return prim("sub", prim("minimum", X, 0.0), tail)
 
 
-def _stable_softplus() -> Expr:
-    tail = prim("log1p", prim("exp", prim("neg", prim("abs", X))))
-    return prim("add", prim("maximum", X, 0.0), tail)
+def _tanh_softplus() -> Expr:
+    """tanh(log(1 + exp(x))) with e = exp(-|x|) as the only exponential: (1 + 2e) / (1 + 2e + 2e^2) from 0 on,
+    e (e + 2) / (e (e + 2) + 2) below. Neither overflows or cancels."""
+    e, up = prim("exp", prim("neg", prim("abs", X))), prim("ge", X, 0.0)
+    above = prim("add", 1.0, prim("mul", 2.0, e))
+    n = _where(up, above, prim("mul", e, prim("add", e, 2.0)))
+    return prim("div", n, prim("add", n, _where(up, prim("mul", 2.0, prim("mul", e, e)), 2.0)))
 
 
 def _mish(attrs: Attrs) -> Expr:
-    return prim("mul", X, prim("tanh", _stable_softplus()))
+    return prim("mul", X, _tanh_softplus())
 
 
 def _mish_derivative(attrs: Attrs) -> tuple[Expr]:
-    t = prim("tanh", _stable_softplus())
+    t = _tanh_softplus()
     slope = prim("mul", prim("sigmoid", X), prim("sub", 1.0, prim("mul", t, t)))
     return (prim("add", t, prim("mul", X, slope)),)
 
