@@ -39,7 +39,7 @@ def _all_seen(clean: dict[str, Any], faults: list[dict[str, Any]]) -> None:
 
 
 def test_faults_in_triton_text_show_under_the_interpreter() -> None:
-    clean, faults = _told("affine_relu_40_f32", 70)
+    clean, faults = _told("affine_relu_40_f32", 37)
     assert {f["kind"] for f in faults} == set(KINDS)
     _all_seen(clean, faults)
 
