@@ -11,6 +11,7 @@ from esper_ir.types import Dim, DType
 from forge.accumulate import accumulated, bias_of, biased
 from forge.band import banded
 from forge.body import Body, BodyBuilder
+from forge.catenated import catenated
 from forge.fuse import LITTLE
 from forge.groups import Group, lowering_kind
 from forge.horizontal import joined
@@ -258,6 +259,7 @@ def lower_phase(
     done = accumulated(done, low.graph, set(low.numbers))
     if target.kind != "cpu":
         done = banded(done, set(low.numbers), sizes, target.async_copies)
+        done = catenated(done, set(low.numbers))
         done = joined(done, low.numbers, sizes, target.shared_bytes)
     draft = Draft(phase, target, sizes, interface, outputs, tag)
     for node, key in low.ways.keys.items():

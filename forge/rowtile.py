@@ -14,6 +14,8 @@ class RowTile:
     sweep, while the one before is worked on. `stages` > 1, in its place: copies of as many blocks but one are
     under way into shared memory, without registers. `online`: of a row that is swept, a maximum and the sums
     of exponentials less that maximum come from one sweep (forge.online), in another order of rounding.
+    `unroll`: neighbours along the rows' last axis that are one row (forge.unroll); `unroll_above`: along the
+    axis before it.
     """
 
     block_rows: int
@@ -25,6 +27,8 @@ class RowTile:
     prefetch: bool = False
     stages: int = 1
     online: bool = False
+    unroll: int = 1
+    unroll_above: int = 1
 
     def __repr__(self) -> str:
         """Without the fields that came later where they say nothing: the text of a plan is in digests."""
@@ -33,5 +37,5 @@ class RowTile:
         return f"RowTile({', '.join(told)})"
 
 
-LATER_OF_ROWS: Mapping[str, int | bool] = {"stages": 1, "online": False}
+LATER_OF_ROWS: Mapping[str, int | bool] = {"stages": 1, "online": False, "unroll": 1, "unroll_above": 1}
 """Fields of a RowTile that older plans, journals and tables do not have, with what they mean there."""

@@ -204,6 +204,10 @@ def _expand_gradient(rank: int) -> Any:
             if given is None or chosen is None:
                 continue
             hit = emit("eq", chosen, _code(emit, own, weights))
+            for place, back, k, stride in zip(own, tap, attrs["kernel"], attrs["stride"], strict=True):
+                # No window names such a place; where it is known beforehand, nothing has to be read.
+                if isinstance(place, Val) and (back + 1) * stride > k:
+                    hit = emit("logical_and", hit, emit("lt", place, k))
             part = emit("where", hit, to(emit, given, g.type.dtype.compute), 0.0)
             total = part if total is None else emit("add", total, part)
         if total is None:

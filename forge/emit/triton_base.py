@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from esper_ir.scalar import Prim
+from esper_ir.scalar import Cast, Prim
 from esper_ir.types import Dim, DType
+from forge.emit.triton_rounding import exact, rounded_by_stores
 from forge.emit.triton_scalars import TRITON_TYPE, number, rounded, spell
 from forge.emit.writer import Writer, dim_text
 from forge.plan import (
@@ -76,6 +77,10 @@ class Kernel:
         self.dtypes = self.plan.dtypes()
         self.pointer = {b: f"p_{i}" for i, b in enumerate(self.plan.buffers)}
         self.index_type = "tl.int64" if self.plan.wide else "tl.int32"
+        # Elsewhere assemblers find packed sums of 16-bit numbers in sum and rounding.
+        self.picks = any(a.windows for a in self.plan.accesses)
+        late = self.picks and not self.interpreted
+        self.unrounded = rounded_by_stores(self.plan) if late else frozenset[str]()
         self.fast = not self.interpreted and _halves(self.plan)
 
     # Addresses ------------------------------------------------------------------------------------
@@ -150,8 +155,14 @@ class Kernel:
             place = moved(w, index[w.axis])
             if w.add < 0:
                 out.append(f"({place} >= 0)")
-            out.append(f"({place} < {dim_text(w.size * w.div)})")
+            if not self._ends_inside(w):
+                out.append(f"({place} < {dim_text(w.size * w.div)})")
         return out
+
+    def _ends_inside(self, w: Window) -> bool:
+        """Whether the last position along the axis has an element, as far as numbers tell."""
+        count, size = self.plan.space[w.axis].static, w.size.static
+        return count is not None and size is not None and w.mul * (count - 1) + w.add < size * w.div
 
     def widened(self, access: Access, text: str) -> str:
         """Stored type to compute type."""
@@ -171,6 +182,7 @@ class Kernel:
             still = [f"tl.zeros({self.one()}, tl.int32)"]
         zeros = "".join(f" + {at} * 0" for at in still if at != "0")
         address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}{zeros}"
+        mask = " & ".join([*([mask] if mask else []), *self.inside(access, index)])
         masked = f", mask={mask}" if mask else ""
         narrow = f"({value}).to({TRITON_TYPE[access.dtype]})"
         self.w.line(f"tl.store({address}, {narrow}{masked})")
@@ -183,10 +195,15 @@ class Kernel:
         args = list(stmt.args)
         if stmt.dtype is DType.bool and isinstance(stmt.expr, Prim) and stmt.expr.name == "add":
             args = [f"{a}.to(tl.int32)" for a in args]  # one bit plus one bit would be none
-        text = spell(stmt.expr, args, self.interpreted, alone, fast)
-        plain = stmt.dtype in (DType.float32, DType.bool) and all(
-            self.dtypes[a].compute is DType.float32 for a in stmt.args
-        )
+        late, expr = stmt.name in self.unrounded, stmt.expr
+        while late and isinstance(expr, Cast) and expr.dtype is stmt.dtype:
+            expr = expr.arg
+        text = spell(expr, args, self.interpreted, alone, fast)
+        kinds = [self.dtypes[a] for a in stmt.args]
+        wide = all(d.compute is DType.float32 for d in kinds)
+        plain = stmt.dtype in (DType.float32, DType.bool) and wide
+        if stmt.args and (late or (self.picks and exact(stmt.expr, kinds, stmt.dtype))):
+            plain, text = True, text if wide else f"({text}).to(tl.float32)"
         self.w.line(f"{stmt.name} = {text if plain and stmt.args else rounded(text, stmt.dtype)}")
 
     def one(self) -> str:

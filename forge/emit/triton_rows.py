@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from forge.along import apart, in_line
 from forge.emit import triton_moments as moments
+from forge.emit.absent import zero_outside
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side, together
 from forge.emit.triton_scalars import TRITON_TYPE, spell
@@ -180,6 +181,7 @@ def _block(
     assert isinstance(tile, RowTile)
     count = f"tl.minimum(tl.maximum({dim_text(k.plan.rows)} - ({first}), 0), {tile.block_rows})"
     moments.share(k, reduces, count if folded else "row_ok")
+    nothing = zero_outside(k.plan)
     for s in work:
         if isinstance(s, Beside):
             beside(k, s, masks)
@@ -190,7 +192,9 @@ def _block(
             moments.block(k, s, own, k.mask("rc", masks), folded)
         elif isinstance(s, Reduce) and s.axis == "col":
             combine = COMBINE[s.combine]
-            value = masked(s.arg, k.mask("rc", masks), identity(s.combine, k.dtypes[s.name]))
+            absent = s.combine != "sum" or s.arg not in nothing
+            mask = k.mask("rc", masks) if absent else ""
+            value = masked(s.arg, mask, identity(s.combine, k.dtypes[s.name]))
             value = f"tl.reduce({value}, 0, {combine}, keep_dims=True)" if folded else value
             k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {value})")
         else:

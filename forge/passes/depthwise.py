@@ -17,6 +17,7 @@ from esper_ir.opdef import Val
 from esper_ir.types import Dim
 
 ONE = Dim.of(1)
+OPS = ("convolution", "conv2d_input_grad", "conv2d_weight_grad")
 TAPS = 9
 """Elements of a filter: beyond, the same positions are read too often from the cache."""
 CHANNELS = 16
@@ -35,6 +36,10 @@ def depthwise(graph: Graph) -> Graph:
         if node.id not in found:
             return None
         builder.scope = node.id
+        if node.op == "conv2d_weight_grad":
+            joined = _filters(builder, node, values)
+            builder.scope = ""
+            return builder.emit_named(node.id, "reshape", [joined], {"shape": node.types[0].shape})
         total = _sum(builder, node, values, laid)
         builder.scope = ""
         return builder.emit_named(node.id, "cast", [total], {"dtype": node.types[0].dtype})
@@ -43,15 +48,18 @@ def depthwise(graph: Graph) -> Graph:
 
 
 def _fits(graph: Graph, node: Node) -> bool:
-    if node.op not in ("convolution", "conv2d_input_grad") or len(node.inputs) != 2:
+    if node.op not in OPS or len(node.inputs) != 2:
         return False
     attrs, made, given = dict(node.attrs), node.types[0], graph.types[node.tensors[0]]
-    out, kh, kw, part = graph.types[node.tensors[1]].shape
+    filters = graph.types[node.tensors[1]] if node.op != "conv2d_weight_grad" else made
+    if node.op == "conv2d_weight_grad":
+        made = graph.types[node.tensors[1]]  # both images, as in the other two
+    out, kh, kw, part = filters.shape
     channels = given.shape[-1].static or 0
     own = attrs["data_format"] == "NHWC" and part == ONE and attrs["groups"] == channels == out.static
     taps = (kh * kw).static
     long = all(size.static is None or size.static > 1 for size in (*given.shape[1:3], *made.shape[1:3]))
-    plain = node.op == "convolution" or attrs["stride"] == (1, 1)
+    plain = node.op != "conv2d_input_grad" or attrs["stride"] == (1, 1)
     small = taps is not None and taps <= TAPS and channels >= CHANNELS and channels % 8 == 0
     return own and long and plain and small
 
@@ -79,6 +87,27 @@ def _sum(builder: GraphBuilder, node: Node, values: dict[str, Val], laid: dict[s
             total = product if total is None else builder("add", total, product)
     assert total is not None
     return total
+
+
+def _filters(builder: GraphBuilder, node: Node, values: dict[str, Val]) -> Val:
+    """The gradient of the filters: for each of their elements the products of the cotangent with what it met,
+    added over all positions.
+    """
+    attrs, kind = dict(node.attrs), node.types[0]
+    grad, image = (values[v] for v in node.tensors)
+    channels, kh, kw, _ = kind.shape
+    wide, sizes = kind.dtype.compute, grad.type.shape
+    given = grad if grad.type.dtype is wide else builder("cast", grad, dtype=wide)
+    sums: list[Val] = []
+    for i in range(kh.static or 0):
+        rows = _window(builder, image, 1, i, attrs, sizes[1], "convolution")
+        for j in range(kw.static or 0):
+            met = _window(builder, rows, 2, j, attrs, sizes[2], "convolution")
+            met = met if met.type.dtype is wide else builder("cast", met, dtype=wide)
+            total = builder("sum", builder("mul", given, met), dims=(0, 1, 2))
+            total = total if kind.dtype is wide else builder("cast", total, dtype=kind.dtype)
+            sums.append(builder("reshape", total, shape=(channels, ONE)))
+    return builder("cat", *sums, dim=1) if len(sums) > 1 else sums[0]
 
 
 def _window(

@@ -37,10 +37,12 @@ from forge.plan import (
     next_pow2,
 )
 from forge.target import Target
+from forge.templates import windowed
 from forge.templates.choice import SLOW
 from forge.templates.staged import both_axes, full, loaded, swept, within
 from forge.tune.journal import Choices, choice_key
 from forge.tune.shapes import shape_of
+from forge.unroll import unrolled
 from forge.views import ONE
 
 ZERO = Dim()
@@ -198,6 +200,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     cols = space[-1].value(given.sizes)
     if given.target.kind == "cpu":
         return _processor_tile(given, space, accesses)
+    side = windowed.tile(given.target, space, accesses, given.body.stmts, given.sizes, given.reverse)
+    if side is not None:
+        return side
     if not col_reduce and across(accesses):
         if not row_reduce:
             return RowTile(64, 64, 64, 8, reverse=given.reverse)
@@ -364,18 +369,19 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
         one = Shares(space[0], 1, 0)
         return Lowered("rows", (_second_stage(given, space[0], space[-1], one, summed),))
     chosen = given.choose(space, accesses, _tile(given, space, accesses))
-    tile = within(given.target, given.body.stmts, space, accesses, chosen)
+    space, accesses, stmts = unrolled(space, accesses, given.body.stmts, chosen)
+    tile = within(given.target, stmts, space, accesses, chosen)
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
     programs = Dim.of(tile.programs) if tile.programs else ceildiv(rows, tile.rows_per_program)
     columns = ONE if row_reduce or given.target.kind == "cpu" else ceildiv(space[-1], tile.block_cols)
-    plan = KernelPlan("", space, tuple(accesses), tuple(given.body.stmts), tile, ())
+    plan = KernelPlan("", space, tuple(accesses), tuple(stmts), tile, ())
     if given.target.kind != "cpu" and apart(plan):
         outer = KernelPlan("", space[:-1], (), (), tile, ()).rows
         programs = outer * ceildiv(space[-2], tile.block_rows)
     if given.target.kind != "cpu" and in_line(plan):
         programs, columns = programs * columns, ONE
-    steps = [_launch(given, space, accesses, given.body.stmts, tile, programs, columns)]
+    steps = [_launch(given, space, accesses, stmts, tile, programs, columns)]
     temps = workspaces(given.graph, given.body, programs, space[-1])
     if given.body.partials:
         steps.append(_second_stage(given, programs, space[-1], Shares.of(tile, rows)))

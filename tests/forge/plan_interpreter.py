@@ -309,6 +309,10 @@ class _Run:
             flat = self.buffers[access.buffer].view(-1)
             assert flat.dtype is torch_dtype(access.dtype), f"{access.buffer}: {flat.dtype}"
             at, value = torch.broadcast_tensors(self.place(access, rows, cols, program), values[stmt.value])
+            inside = self.inside(access, rows, cols)
+            if inside is not None:
+                inside = inside.expand(at.shape)
+                at, value = at[inside], value[inside]
             flat[at] = value.to(flat.dtype)
 
     def rows_of(self, access: Access, row: Tensor, rows: Tensor, cols: Tensor, program: int) -> Tensor:
