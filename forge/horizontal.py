@@ -74,14 +74,30 @@ class Phase:
         slots: list[Slot] = []
         for row, step in reversed(self.steps) if backwards else self.steps:
             own = step if isinstance(step, Launch) and self.little(step) else None
-            after = [i for i, s in enumerate(slots) if any(self.conflict(step, o) for _, o in s.steps)]
-            free = slots[max(after, default=-1) + 1 :]
-            room = [s for s in free if own is not None and s.open and self.room(s, own)]
-            if room:
-                room[0].steps.append((row, step))
+            home = self.earlier(slots, own) if own is not None else None
+            if home is not None:
+                home.steps.append((row, step))
             else:
                 slots.append(Slot([(row, step)], own is not None))
-        return slots[::-1] if backwards else slots
+        return self.advanced(slots[::-1] if backwards else slots)
+
+    def advanced(self, slots: list[Slot]) -> list[Slot]:
+        """Products, which take longest, begin with the first kernels that they may be beside; what adds up
+        partial rows stays behind them.
+        """
+        for at, slot in enumerate(slots):
+            for row, step in list(slot.steps):
+                home = self.earlier(slots[:at], step) if slot.open else None
+                if home is not None and isinstance(step, Launch) and step.plan.product:
+                    home.steps.append((row, step))
+                    slot.steps.remove((row, step))
+        return [s for s in slots if s.steps]
+
+    def earlier(self, before: Sequence[Slot], step: Launch | Call) -> Slot | None:
+        """The first of the slots in which a step has room, and from which on it needs nothing."""
+        after = [i for i, s in enumerate(before) if any(self.conflict(step, o) for _, o in s.steps)]
+        free = before[max(after, default=-1) + 1 :]
+        return next((s for s in free if s.open and isinstance(step, Launch) and self.room(s, step)), None)
 
     def little(self, launch: Launch) -> bool:
         """Whether its start costs more than its neighbours could take from it."""

@@ -32,6 +32,7 @@ from forge.views import ONE, View
 
 ZERO = Dim()
 FILL = 128  # output tiles below which the contracted axis is split
+HALF = 40  # tiles of 64 x 64 from which half of one is enough for each
 
 
 def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
@@ -133,6 +134,9 @@ def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
     # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch,
     # short.
     narrow = min(m, n) <= NARROW
+    small = _unsplit(m, n, k) if itemsize == 2 and not narrow else None
+    if small is not None:
+        return small
     wide = 128 if k > 512 and max(m, n if narrow else 0) >= 4096 else 64
     block_n = min(max(next_pow2(n), 16), wide)
     block_m = min(max(next_pow2(m), 16), wide)
@@ -143,6 +147,18 @@ def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
         split *= 2
     warps = 8 if block_m * block_n >= 128 * 128 else 4
     return MatmulTile(block_m, block_n, block_k, warps, 3 if k // split >= 4 * block_k else 2, 8, split)
+
+
+def _unsplit(m: int, n: int, k: int) -> MatmulTile | None:
+    """Smaller tiles where those of 64 x 64 leave a card half empty, measured on an H200: up to 2,048 terms
+    they take less time than a sum in parts and the kernel that adds these up. None elsewhere.
+    """
+    tiles = -(-m // 64) * -(-n // 64)
+    rows, cols, stages = (64, 32, 3) if tiles >= HALF else (32, 32, 4)
+    few = -(-m // rows) * -(-n // cols) < 64
+    if not 256 < k <= (1024 if few else 2048) or tiles >= FILL:
+        return None
+    return MatmulTile(min(rows, next_pow2(m)), min(cols, next_pow2(n)), 128, 4, stages)
 
 
 def _split(
