@@ -38,7 +38,7 @@ def _lowered(lowering: Any, operator: Any, module: str, function: str, images: I
     """The usual lowering of an unknown operator on dense operands, with another name in the program."""
     usual = lowering.fallback_handler(operator)
     short = "esper_" + module.rpartition(".")[2]
-    written = _written(lowering.ir.FallbackKernel, f"import {module} as {short}")
+    written = with_line(lowering.ir.FallbackKernel, f"import {module} as {short}")
 
     def lower(*args: Any) -> Any:
         graph = lowering.V.graph
@@ -54,7 +54,7 @@ def _lowered(lowering: Any, operator: Any, module: str, function: str, images: I
     return lower
 
 
-def _written(base: Any, line: str) -> Any:
+def with_line(base: Any, line: str) -> Any:
     """The node of an unknown operator whose program begins with the import."""
 
     class Call(base):

@@ -49,13 +49,15 @@ from runtime.seeds.surgery import Surgeon
 
 log = logging.getLogger("esper.growth")
 _NOT_COPIED = frozenset(
-    "_model listeners surgeon scaler _handles run_dir journal bans library observer _due _sampled".split()
+    "_model listeners surgeon scaler _handles run_dir journal bans library".split()
+    + "observer _due _sampled _turn".split()
 )
 _TOLD = tuple("lifecycle alpha round paused fault seed_steps exec_us last_update_epoch health probe".split())
 _STATES = tuple(Lifecycle(code) for code in range(14))
 _NOTHING: Mapping[str, Number] = MappingProxyType({})
 _NO_HEALTH: Mapping[str, float] = MappingProxyType(dict.fromkeys(HEALTH, 0.0))
 _NO_PROBE: Mapping[str, float] = MappingProxyType(dict.fromkeys(PROBE, 0.0))
+NEVER = 1 << 62
 ENOUGH_HELD_OUT = 16  # held-out batches after which a boundary starts counting anew
 
 
@@ -66,7 +68,6 @@ class Growth:
         self._model = weakref.ref(model)
         self.sites = dict(sites)
         self.slots: tuple[Slot, ...] = tuple(s for site in self.sites.values() for s in site.slots)
-        self._by_id = {s.id: s for s in self.slots}
         self.order = {s.id: at for at, s in enumerate(self.slots)}
         self.limits = limits
         self.library: Any = options.get("library")
@@ -87,6 +88,7 @@ class Growth:
         self.every = 50
         self._due: dict[int, tuple[Site, ...]] = {}  # by step within `every`: who is observed
         self._sampled: tuple[Site, ...] = ()
+        self._turn = NEVER  # the step before which others are chosen
         self._counted = (-1, 1)  # committed grafts, parameters with them
         self.moving: tuple[Slot, ...] = ()
         self.tally: Counter[Lifecycle] = Counter({Lifecycle.DORMANT: len(self.slots)})
@@ -118,7 +120,7 @@ class Growth:
         made._model, made.library, made.run_dir = weakref.ref(model), self.library, None
         made.listeners, made._handles = [], []
         made.surgeon = made.scaler = made.observer = None
-        made._due, made._sampled = {}, ()
+        made._due, made._sampled, made._turn = {}, (), NEVER
         made.journal, made.bans = Journal(), Bans()
         made.journal.lines = list(self.journal.lines)
         made.bans.load_state_dict(self.bans.state_dict())
@@ -141,7 +143,8 @@ class Growth:
     # ---------------------------------------------------------------------------------------------------
 
     def find(self, slot_id: str) -> Slot | None:
-        return self._by_id.get(slot_id)
+        at = self.order.get(slot_id)
+        return None if at is None else self.slots[at]
 
     def busy(self) -> list[Slot]:
         """Slots that are not dormant, in their order."""
@@ -161,9 +164,9 @@ class Growth:
 
     def slot(self, slot_id: str) -> Slot:
         """E1014 for an id that is none."""
-        found = self._by_id.get(slot_id)
+        found = self.find(slot_id)
         if found is None:
-            some = ", ".join([*self._by_id][:8])
+            some = ", ".join([*self.order][:8])
             raise fail("E1014", f"no slot {slot_id!r}", node=slot_id, hint=f"slots: {some}")
         return found
 
@@ -197,7 +200,11 @@ class Growth:
 
     def _take_turns(self) -> None:
         """Choose who is observed in the next step."""
-        due = self._due.get(self.step % self.every, ())
+        at = self.step % self.every
+        due = self._due.get(at, ())
+        self._turn = self.step + 1
+        if not due:
+            self._turn += min([(turn - at - 1) % self.every for turn in self._due], default=NEVER)
         if due is not self._sampled:
             for site in self._sampled:
                 site.sample(False)
@@ -233,13 +240,13 @@ class Growth:
         samples and whether it teaches. Integers of the host only."""
         if self.moving or self.surgeon is not None:
             stepping.after(self)
-        self.step += 1
+        step = self.step = self.step + 1
         self.ticks += 1
         self._snapshot = None
-        if traced.waiting():
+        if traced.WAITING:
             for site in self.sites.values():
                 traced.forget(site.key)
-        if self._due or self._sampled:
+        if step >= self._turn:
             self._take_turns()
         if self.moving:
             teaching = self.step % self.limits.held_out_every != self.limits.held_out_every - 1

@@ -195,7 +195,7 @@ class Site:
         """A copy that stands alone: nobody observes it and no scaler scales its loss."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        left_out = ("loss_scale", "observer")
+        left_out = ("loss_scale", "observer", "_attend")
         made.__dict__.update(
             {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in left_out}
         )
@@ -229,6 +229,7 @@ class Site:
     def sample(self, on: bool) -> None:
         """Whether the next forwards are observed."""
         self.sampling = on
+        self._attend = getattr(self.observer, "attend", None) if on else None
         self.quiet = not (self._busy or on)
         self.watched = on and not self._busy
         traced.hear(self.key, self.quiet)
@@ -262,7 +263,7 @@ class Site:
 
     def watch(self, h: Tensor) -> Callable[[Tensor], None] | None:
         """Have h observed; what has its gradient observed. Nothing in a forward that is computed again."""
-        attend = getattr(self.observer, "attend", None)
+        attend = self._attend
         hear = attend(self, h) if attend is not None and graph_task() == -1 else None
         return hear if hear is not None else self._seated(h)
 

@@ -8,8 +8,10 @@ the result of the forward is the ticket by which the backward finds it. (`esper:
 function with a gradient: what a traced forward calls, and what is taken apart into these two.)
 
 A call from compiled code into the dispatcher costs as much as a small layer. So inductor, whose compiled
-graphs are Python programs, is told to write a call of a Python function in its place, which looks into one
-set. Where it cannot be told (a C++ wrapper, another version) it calls the operator.
+graphs are Python programs, is told to write a look into one set in its place, and behind it a call of a
+Python function. Where it cannot be told (a C++ wrapper, another version) it calls the operator.
+
+A program in a cache imports these names and passes these arguments: change them under new names only.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from runtime.inlined import with_line
 
 
 class Through(Protocol):
@@ -84,15 +88,10 @@ def _with_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-def _slots(h: Tensor, key: str, grad: bool) -> Tensor:
-    """In compiled graphs, instead of the operator: h is changed in place; the ticket."""
-    return _run(h, key, grad) if key in _loud else _NOTHING
-
-
 def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> None:
-    """In compiled graphs, instead of the operator: g is changed in place."""
+    """The operator of the backward: g is changed in place."""
     if _waiting:
-        _go_back(g, ticket)
+        _go_back(g, ticket, key)
 
 
 def _run(h: Tensor, key: str, grad: bool) -> Tensor:
@@ -129,14 +128,16 @@ def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | No
     return back if grad else None
 
 
-def _go_back(g: Tensor, ticket: Tensor) -> None:
+def _go_back(g: Tensor, ticket: Tensor, key: str) -> None:
+    if ticket is _NOTHING:  # of a layer that was quiet
+        return
     found = _waiting.pop(int(ticket), None)
     if found is not None:
         found[1](g)
 
 
 def _operator(h: Tensor, key: str, grad: bool) -> Tensor:
-    ticket = _slots(h, key, grad)
+    ticket = _run(h, key, grad) if key in _loud else _NOTHING
     return ticket.clone() if ticket is _NOTHING else ticket  # an operator's results are its caller's own
 
 
@@ -192,8 +193,26 @@ _define.impl("slots", _differentiable, "Autograd")
 # -- inductor
 # -------------------------------------------------------------------------------------------------------
 
-_SHORT = {"slots_": _slots, "slots_backward_": _slots_backward}
+NOTHING, LOUD, WAITING, run, run_back = _NOTHING, _loud, _waiting, _run, _go_back
+"""What compiled programs import: the ticket of layers that are quiet, who is not, and what is called then."""
+_NAMES = ("LOUD", "NOTHING", "WAITING", "run", "run_back")
+_IMPORTS = f"from runtime.seeds.traced import {', '.join(f'{n} as esper_{n.lower()}' for n in _NAMES)}"
 _told: list[str] = []
+
+
+def _forward_call(key: str) -> str:
+    return f"esper_nothing if {key!r} not in esper_loud else esper_run"
+
+
+def _backward_call(key: str) -> str:
+    return "None if not esper_waiting else esper_run_back"
+
+
+def _key_of(args: Any) -> str:
+    return next(a for a in args if isinstance(a, str))
+
+
+_CALLS = {"slots_": _forward_call, "slots_backward_": _backward_call}
 
 
 def _tell_inductor() -> None:
@@ -202,24 +221,25 @@ def _tell_inductor() -> None:
     register = getattr(lowering, "register_lowering", None)
     if _told or register is None:
         return
-    for name, function in _SHORT.items():
+    for name, call in _CALLS.items():
         operator = getattr(torch.ops.esper, name).default
-        setattr(torch.ops.esper, f"python_{name}", function)
-        register(operator, type_promotion_kind=None)(_lowered(lowering, operator, f"python_{name}"))
+        register(operator, type_promotion_kind=None)(_lowered(lowering, operator, call))
         _told.append(name)
 
 
-def _lowered(lowering: Any, operator: Any, short: str) -> Any:
-    """The usual lowering of an unknown operator, with another name in the program that is written."""
+def _lowered(lowering: Any, operator: Any, call: Callable[[str], str]) -> Any:
+    """The usual lowering of an unknown operator, with another text before the arguments of its call in the
+    program that is written: a conditional expression, so that they are for its last branch alone."""
     usual = lowering.fallback_handler(operator)
+    written = with_line(lowering.ir.FallbackKernel, _IMPORTS)
 
     def lower(*args: Any, **kwargs: Any) -> Any:
         graph = lowering.V.graph
         before = len(graph.operations)
         made = usual(*args, **kwargs)
         for node in graph.operations[before:] if not graph.cpp_wrapper else ():
-            if getattr(node, "op_overload", None) is operator:
-                node.python_kernel_name = f"torch.ops.esper.{short}"
+            if getattr(node, "op_overload", None) is operator and type(node) is lowering.ir.FallbackKernel:
+                node.__class__, node.python_kernel_name = written, call(_key_of(args))
             node.skip_size_stride_alignment_checks = True  # of the ticket, at every call
         return made
 

@@ -64,7 +64,7 @@ def test_the_program_of_inductor_neither_copies_nor_dispatches_where_nothing_gro
     with torch._inductor.config.patch(force_disable_caches=True):
         _, programs = run_and_get_code(train)
     whole = "\n".join(programs)
-    assert whole.count("torch.ops.esper.python_slots_(") == 1
-    assert whole.count("torch.ops.esper.python_slots_backward_(") == 1
+    assert whole.count(" not in esper_loud else esper_run(") == 1
+    assert whole.count("None if not esper_waiting else esper_run_back(") == 1
     assert "slots_.default(" not in whole and "slots_backward_.default(" not in whole
     assert "clone" not in whole
