@@ -65,6 +65,19 @@ def test_the_same_numbers_in_fewer_launches(name: str, monkeypatch: pytest.Monke
     assert launches(work)[-1] < apart[-1] and sum(launches(work)) < sum(apart)
 
 
+def test_products_come_before_second_stages() -> None:
+    """Both weight gradients stand beside the partial sums of the biases, what adds these up comes last; no
+    product is a sum of parts where smaller tiles fill a card.
+    """
+    low = front(text.parse(json.dumps(mlp(256, 64, 256))), "h100").lowerings[-1]
+    plans = [s.plan for _, made in low.lowered for s in made.steps if isinstance(s, Launch)]
+    held = [p.tile.parts if isinstance(p.tile, JoinedTile) else (p,) for p in plans]
+    assert [sum(p.product for p in ps) for ps in held] == [1, 2, 0]
+    assert [len(ps) for ps in held] == [1, 4, 2]
+    wide = front(text.parse(json.dumps(mlp(1024, 256, 1024))), "h100").lowerings[0]
+    assert [made.template for _, made in wide.lowered] == ["matmul", "matmul"]
+
+
 def test_where_launches_stay_apart() -> None:
     blueprint = text.parse(json.dumps(mlp(48, 32, 64)))
     assert not parts(front(blueprint, "cpu"))
