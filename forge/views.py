@@ -116,10 +116,13 @@ def _window(node: Node, source: View) -> View | None:
 
 
 def _moved_windows(node: Node, source: View) -> View | None:
-    """A view of a view with windows: they follow an exchange of axes and new axes in front."""
+    """A view of a view with windows: they follow an exchange of axes, new axes in front, and a part of
+    another axis.
+    """
     kind, shape = movement(node), node.types[0].shape
     plain = _move(node, View(source.base, source.shape, source.strides, source.offset))
-    if plain is None or kind not in ("permute", "expand"):
+    cut = kind == "slice" and all(w.axis != int(node.attr("dim")) for w in source.windows)
+    if plain is None or not (cut or kind in ("permute", "expand")):
         return None
     places = {axis: axis + len(shape) - len(source.shape) for axis in range(len(source.shape))}
     if kind == "permute":

@@ -153,6 +153,7 @@ POOLS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "unlike axes": ([2, 7, 6, 4], {"kernel": [2, 3], "stride": [1, 2], "padding": [0, 1],
                                    "data_format": "NHWC"}),
     "whole": ([2, 4, 3, 5], {"kernel": [4, 3], "data_format": "NHWC"}),
+    "one across": ([1, 8, 4, 5], {"kernel": [1, 2], "stride": [2, 3], "data_format": "NHWC"}),
 }  # fmt: skip
 
 
