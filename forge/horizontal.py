@@ -102,8 +102,10 @@ class Phase:
     def little(self, launch: Launch) -> bool:
         """Whether its start costs more than its neighbours could take from it."""
         plan = launch.plan
-        plain = type(plan.tile) in (RowTile, PointTile, SumTile, MatmulTile, ChainTile) and not launch.scratch
-        if not plain or launch.grid[2] != 1 or (plan.rows * plan.cols).value(self.sizes) > LITTLE:
+        tile = plan.tile
+        plain = type(tile) in (RowTile, PointTile, SumTile, MatmulTile, ChainTile) and not launch.scratch
+        times = tile.unroll * tile.unroll_above if isinstance(tile, RowTile) else 1
+        if not plain or launch.grid[2] != 1 or (plan.rows * plan.cols * times).value(self.sizes) > LITTLE:
             return False
         depths = [p.matmul.k for p in (plan, plan.chain.head if plan.chain else plan) if p.matmul]
         depths += [plan.chain.head.cols] if plan.chain else []
@@ -111,12 +113,12 @@ class Phase:
         return flops <= LITTLE_FLOPS
 
     def room(self, slot: Slot, step: Launch) -> bool:
-        """Whether one kernel can hold them: the same type of sizes, products of the same warps, and all that
-        they keep on chip, since the compiler does not always give parts the same memory.
+        """Whether one kernel can hold them: the same type of sizes, products of one kind and of the same
+        warps, and all that they keep on chip, should the compiler not give parts the same memory.
         """
         plans = [s.plan for _, s in [*slot.steps, (0, step)] if isinstance(s, Launch)]
         warps = _warps(plans)
-        products = {p.tile.warps for p in plans if p.product}
+        products = {(type(p.tile), p.tile.warps) for p in plans if p.product}
         alike = len({p.wide for p in plans}) == 1 and len(products) <= 1 and len(plans) <= MOST
         kept = sum(map(_on_chip, plans)) <= self.shared_bytes
         return alike and kept and all(p.product or _held(p) <= HELD * 32 * warps for p in plans)

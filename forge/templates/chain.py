@@ -26,6 +26,8 @@ WIDEST = 256
 """Columns of the narrow value: its tile lies in registers."""
 WEIGHTS = 1 << 17
 """Elements of both right operands together: every program reads them from the L2."""
+NARROW = 64
+"""Columns of a value between the products up to which their right operands are small."""
 ALONE, ONCE, HELD = 132, 256, 1 << 17
 """Programs that a card runs one to a multiprocessor; columns of a row that one block holds; bytes of both
 right operands that a program does."""
@@ -153,6 +155,9 @@ def lower(first: Half, second: Half, link: str) -> Lowered:
     stmts = tuple(renamed(first.given.body))
     sizes = first.given.sizes
     held = min(second.given.target.shared_bytes * 3 // 4, HELD) // kinds[0].itemsize
+    reads = [head_accesses[s.access] for s in stmts if isinstance(s, Load)]
+    if r.value(sizes) > NARROW and not any(a.letters() == "rc" for a in reads):
+        held = 0
     prior = _tile(m.value(sizes), r.value(sizes), n.value(sizes), spec.k.value(sizes), held)
     tile = second.given.choose(space, accesses, prior, (spec, stmts, tuple(head_accesses), b))
     head = KernelPlan("head", head_space, tuple(head_accesses), stmts, tile, (), spec)
@@ -185,10 +190,10 @@ def _new(name: str) -> str:
 def _tile(m: int, r: int, n: int, k: int, held: int) -> ChainTile:
     """A prior by shape, measured on an H200 (8192 x 4096 x 16 and 1024 x 64 x 256): rows in small blocks,
     since many programs hide each other's waits; a wide value between the products wants more warps for its
-    tile. Programs that are alone on a multiprocessor ask for everything before they compute; `held`: elements
-    that a program may keep on chip.
+    tile. Programs that are alone on a multiprocessor ask for everything before they compute, where that is
+    more than the right operands or these are small; `held`: elements of them that may be kept on chip.
     """
-    wide = r > 64
+    wide = r > NARROW
     if m <= 16 * ALONE and max(n, k) <= ONCE and next_pow2(r) * (next_pow2(n) + next_pow2(k)) <= held:
         warps = 8 if wide else 4 if max(n, k) > 128 else 2
         return ChainTile(16, max(next_pow2(k), 16), max(next_pow2(n), 16), warps, 1)

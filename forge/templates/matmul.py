@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.graph import Node
+from esper_ir.graph import Graph, Node
 from esper_ir.types import Dim, DType
 from forge.body import collapse
+from forge.groups import lowering_kind
 from forge.lowered import DESCRIPTOR_BYTES, Launch, Lowered, Temp, ceildiv, size_of, symbols
 from forge.plan import (
     Access,
@@ -49,7 +50,8 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
         Access(a.base, kinds[0], (lead, inner), offset=a.offset),
         Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, precision(node),
     )  # fmt: skip
-    prior = _tile(m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes), kinds[0].itemsize)
+    counts = (m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes))
+    prior = _tile(*counts, kinds[0].itemsize, _independent(node, given.graph))
     tile = given.choose(space, accesses, prior, spec, node.id)
     if tile.descriptors and not describable(given.target, spec):
         tile = replace(tile, descriptors=False)
@@ -127,14 +129,27 @@ def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim, split: int = 1) ->
     return any(h is None or h + 2**20 >= 2**31 for h in highs)
 
 
-def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
+def _independent(node: Node, graph: Graph) -> int:
+    """Other products that neither make its operands nor read its result: they may run beside it."""
+    before, behind = set(node.tensors), set(node.outputs)
+    for other in reversed(list(graph)):
+        if before & set(other.outputs):
+            before |= set(other.tensors)
+    for other in graph:
+        if behind & set(other.tensors):
+            behind |= set(other.outputs)
+    products = [n for n in graph if lowering_kind(n) == "contraction"]
+    return sum(not (before | behind) & set(n.outputs) for n in products)
+
+
+def _tile(m: int, n: int, k: int, itemsize: int, beside: int) -> MatmulTile:
     """A prior by shape: tiles no larger than the product, the contracted axis split when tiles cannot fill a
     card.
     """
     # A short contraction is all epilogue: small tiles keep its unrolled code, which a cold cache must fetch,
     # short.
     narrow = min(m, n) <= NARROW
-    small = _unsplit(m, n, k) if itemsize == 2 and not narrow else None
+    small = _unsplit(m, n, k, beside) if itemsize == 2 and not narrow else None
     if small is not None:
         return small
     wide = 128 if k > 512 and max(m, n if narrow else 0) >= 4096 else 64
@@ -149,11 +164,14 @@ def _tile(m: int, n: int, k: int, itemsize: int) -> MatmulTile:
     return MatmulTile(block_m, block_n, block_k, warps, 3 if k // split >= 4 * block_k else 2, 8, split)
 
 
-def _unsplit(m: int, n: int, k: int) -> MatmulTile | None:
+def _unsplit(m: int, n: int, k: int, beside: int) -> MatmulTile | None:
     """Smaller tiles where those of 64 x 64 leave a card half empty, measured on an H200: up to 2,048 terms
-    they take less time than a sum in parts and the kernel that adds these up. None elsewhere.
+    they take less time than a sum in parts and the kernel that adds these up. Products `beside` this one fill
+    the card with larger tiles, which read less. None elsewhere.
     """
     tiles = -(-m // 64) * -(-n // 64)
+    if FILL // 2 <= tiles < FILL and beside >= 2 and k <= 1024:
+        return MatmulTile(64, 64, 64, 4, 3)
     rows, cols, stages = (64, 32, 3) if tiles >= HALF else (32, 32, 4)
     few = -(-m // rows) * -(-n // cols) < 64
     if not 256 < k <= (1024 if few else 2048) or tiles >= FILL:
