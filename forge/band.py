@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 
 from esper_ir.types import Dim
 from forge.groups import WHOLE_ROW, Group
+from forge.held import in_registers
 from forge.lowered import Call, Launch, Lowered, size_of, symbols
 from forge.plan import INDEX, Access, Compute, KernelPlan, Load, Reduce, RowTile, Stmt, Store, next_pow2
 from forge.views import ONE
 
 LONG = 2048  # columns: shorter rows leave a program with too few bytes under way
-MANY = 256  # programs at the tuned size
+MANY = 256  # programs at the tuned size, and
+FEW = 64  # where they read memory once
 MOST_ROWS = 64  # of a group
 STAGED_ROW = 16 << 10  # bytes of the operands of a row
 HELD = 256 << 10  # bytes that a program reads twice
@@ -28,18 +30,20 @@ ZERO = Dim()
 @dataclass(frozen=True)
 class BandTile(RowTile):
     """A program has `rows` rows of `parts[0]` and `parts[2]`, and one of `parts[1]` whose columns they are.
-    Values in `inner` are on chip only.
+    Values in `inner` are on chip only. `held`: all its rows wait in registers between the two readings.
     """
 
     rows: int = 0
     parts: tuple[KernelPlan, ...] = ()
     inner: frozenset[str] = frozenset()
+    held: bool = False
 
     def __str__(self) -> str:
         made = ", ".join(p.digest[:16] for p in self.parts)
         inner = ", ".join(sorted(self.inner))
         staged = f", stages={self.stages}" if self.stages > 1 else ""
         told = f"rows={self.rows}, warps={self.warps}, reverse={self.reverse}{staged}"
+        told += ", held" if self.held else ""
         return f"BandTile({told}, [{made}], [{inner}])"
 
 
@@ -55,7 +59,7 @@ def banded(
     out = list(done)
     at = 0
     while at + 2 < len(out):
-        plans = _three([low for _, low in out[at : at + 3]], sizes)
+        plans = _three([low for _, low in out[at : at + 3]], sizes, copies)
         if plans is not None:
             others = [step for i, (_, low) in enumerate(out) if not at <= i < at + 3 for step in low.steps]
             seen = declared | {value for step in others for value in _reads(step)}
@@ -72,11 +76,11 @@ def _reads(step: Launch | Call) -> Iterator[str]:
 
 
 def _three(
-    lowered: Sequence[Lowered], sizes: Mapping[str, int]
+    lowered: Sequence[Lowered], sizes: Mapping[str, int], copies: bool
 ) -> tuple[KernelPlan, KernelPlan, KernelPlan] | None:
     """The kernels, where they make a band."""
     first, second, third = (_alone(low) for low in lowered)
-    if first is None or second is None or third is None or not _fits(first, second, third, sizes):
+    if first is None or second is None or third is None or not _fits(first, second, third, sizes, copies):
         return None
     return (first, second, third) if _linked(first, second, third) and _summing(first, second) else None
 
@@ -94,7 +98,8 @@ def _band(
 ) -> Lowered:  # fmt: skip
     count, cols = second.cols.static or 0, first.cols.static or 0
     inner = frozenset(a.buffer for p in (first, second) for a in _stored(p)) - seen
-    stages = _stages(third) if copies else 1
+    held = copies and in_registers(first, second, third)
+    stages = 1 if held or not copies else _stages(third)
     warps = min(max(cols // (512 if stages > 1 else 256), 4), 16)
     wide = any(p.wide for p in (first, second, third))
     shape = RowTile(1, 1, next_pow2(cols), warps)
@@ -105,8 +110,9 @@ def _band(
     )
     reverse = isinstance(first.tile, RowTile) and first.tile.reverse
     tile = BandTile(
-        1, 1, shape.block_cols, warps, reverse=reverse, stages=stages, rows=count, parts=parts, inner=inner
-    )
+        1, 1, shape.block_cols, warps, reverse=reverse, stages=stages, rows=count, parts=parts, inner=inner,
+        held=held,
+    )  # fmt: skip
     accesses, stores = _outside(parts, inner)
     used = symbols(second.rows, *(d for p in parts for d in p.space), *(d for a in accesses for d in a.dims))
     plan = KernelPlan(third.name, third.space, accesses, stores, tile, used, wide=wide)
@@ -124,13 +130,16 @@ def _alone(low: Lowered) -> KernelPlan | None:
     return None if special or columns else plan
 
 
-def _fits(first: KernelPlan, second: KernelPlan, third: KernelPlan, sizes: Mapping[str, int]) -> bool:
+def _fits(
+    first: KernelPlan, second: KernelPlan, third: KernelPlan, sizes: Mapping[str, int], copies: bool
+) -> bool:
     """Sizes: whole rows in registers, enough programs, and what one reads twice is held by the caches."""
     count, cols = second.cols.static or 0, first.cols.static or 0
     rows = first.rows == third.rows == second.rows * count and first.cols == third.cols
     full = {a.buffer: a.dtype.itemsize for a in _loaded(third) if a.strides[-1] != ZERO}
     held = count * cols * sum(full.values())
-    enough = second.rows.value(dict(sizes)) >= MANY and held <= HELD
+    many = FEW if copies and in_registers(first, second, third) else MANY
+    enough = second.rows.value(dict(sizes)) >= many and held <= HELD
     return rows and 1 < count <= MOST_ROWS and LONG <= cols <= WHOLE_ROW and enough
 
 

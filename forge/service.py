@@ -28,6 +28,7 @@ from forge.objectives import objective
 from forge.pass_manager import run
 from forge.pipelines import EFFORTS, FAST, pipeline
 from forge.target import resolve
+from forge.toolchain import pairs
 from forge.tune.journal import Choices
 from forge.tune.journal import read as read_journal
 from forge.work import Tuning, Work
@@ -220,7 +221,7 @@ def kernel_text(work: Work) -> str:
     plans = tuple(s.plan for s in work.kernels.by_key.values())
     if work.target.kind == "cpu":
         return emit_c.emit_module(plans, work.target)
-    return preamble(False) + "\n\n" + "\n\n".join(emit_kernel(p) for p in plans)
+    return preamble(False, pairs(work.target)) + "\n\n" + "\n\n".join(emit_kernel(p) for p in plans)
 
 
 def key_differences(library: Library, first: str, second: str) -> list[dict[str, Any]]:

@@ -84,6 +84,11 @@ def _scratch(plan: KernelPlan) -> int:
     return 2 * DESCRIPTOR_BYTES if getattr(plan.tile, "descriptors", False) else 0
 
 
+def pairs(target: Target) -> bool:
+    """Whether the target rounds two float32 values to bfloat16 in one instruction."""
+    return target.kind == "cuda" and target.capability >= 80
+
+
 # Triton -------------------------------------------------------------------------------------------
 
 
@@ -116,7 +121,7 @@ def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
         options["ptx_version"] = max(target.ptx_version, DESCRIPTORS_PTX if _scratch(plan) else 0)
     return {
         "entry": plan.name,
-        "text": emit_triton.emit(plan),
+        "text": emit_triton.emit(plan, pairs=pairs(target)),
         "signature": signature,
         "divisible": [*pointers, *sizes],
         "scratch": _scratch(plan),

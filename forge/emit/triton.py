@@ -41,9 +41,9 @@ from forge.plan import (
 )
 
 
-def emit(plan: KernelPlan, *, interpreted: bool = False) -> str:
-    """A module holding the kernel `plan.name`."""
-    return preamble(interpreted) + "\n\n" + emit_kernel(plan, interpreted=interpreted)
+def emit(plan: KernelPlan, *, interpreted: bool = False, pairs: bool = False) -> str:
+    """A module holding the kernel `plan.name`; `pairs` as of `preamble`."""
+    return preamble(interpreted, pairs) + "\n\n" + emit_kernel(plan, interpreted=interpreted)
 
 
 def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:

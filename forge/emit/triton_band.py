@@ -5,8 +5,10 @@ from __future__ import annotations
 from forge.band import BandTile
 from forge.emit.triton_base import Kernel, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side
+from forge.emit.triton_held import columns, held_again, held_moments
 from forge.emit.triton_rows import ahead, fetch, staging
 from forge.emit.triton_scalars import TRITON_TYPE
+from forge.held import moments, rest
 from forge.plan import KernelPlan, Load, Stmt, Store, next_pow2
 
 
@@ -20,10 +22,13 @@ def bands(k: Kernel, tile: BandTile) -> None:
     w.line(f"col = tl.arange(0, {tile.block_cols})[None, :]")
     w.line(f"sub = tl.arange(0, {count})[None, :]")
     w.line("one = tl.arange(0, 1)[:, None]")
-    kept = _sums(first, second.plan, tile, count)
+    names = moments(first.plan, second.plan) if tile.held else None
+    if names is not None:
+        held_moments(first, tile, names)
+    kept = {} if names else _sums(first, second.plan, tile, count)
     own = {"c": f"(sub < {tile.rows})"} if count != tile.rows else {}
     index = [*second.row_indices("(pid + one)"), "sub"]
-    for s in second.plan.body:
+    for s in rest(second.plan, names) if names else second.plan.body:
         if isinstance(s, Load) and second.plan.accesses[s.access].buffer in kept:
             w.line(f"{s.name} = {kept[second.plan.accesses[s.access].buffer]}")
         elif not _inside(second.plan, s, tile):
@@ -41,16 +46,11 @@ def _inside(plan: KernelPlan, s: Stmt, tile: BandTile) -> bool:
     return isinstance(s, Store) and plan.accesses[s.access].buffer in tile.inner
 
 
-def _columns(k: Kernel, tile: BandTile) -> dict[str, str]:
-    cols = k.plan.cols.static
-    return {} if cols == tile.block_cols else {"c": f"(col < {cols})"}
-
-
 def _sums(k: Kernel, reader: KernelPlan, tile: BandTile, count: int) -> dict[str, str]:
     """The first pass; names of the vectors that hold a value of every row, by buffer. The next row is loaded
     while one is worked on, in registers (after the last one it is the last again) or in `stages`.
     """
-    w, masks = k.w, _columns(k, tile)
+    w, masks = k.w, columns(k, tile)
     wanted = {a.buffer for a in reader.accesses}
     kept: dict[str, str] = {}
     for s in k.plan.body:
@@ -94,8 +94,11 @@ def _again(k: Kernel, maker: KernelPlan, tile: BandTile) -> None:
             k.w.line(f"{s.name} = {found}")
         else:
             late.append(s)
+    if tile.held:
+        held_again(k, tile, late)
+        return
     with k.w.block(f"for r in tl.range(0, {tile.rows}{staging(tile)}):"):
         k.w.line(f"row = pid * {tile.rows} + ({tile.rows - 1} - r) + one")
         index = [*k.row_indices("row"), "col"]
         for s in late:
-            statement(k, s, index, _columns(k, tile))
+            statement(k, s, index, columns(k, tile))

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from esper_ir.types import DType
 from forge.emit.triton_base import Kernel, masked
 from forge.emit.triton_scalars import TRITON_TYPE
-from forge.plan import Reduce
+from forge.emit.triton_sets import down
+from forge.plan import Reduce, RowTile
 
 
 def squares_of(reduces: Sequence[Reduce], total: str) -> Reduce | None:
@@ -50,23 +51,35 @@ def count(k: Kernel, reduces: Sequence[Reduce]) -> None:
         k.w.line(f"seen_{kind.value} = seen_{kind.value} + fresh_{kind.value}")
 
 
-def block(k: Kernel, total: Reduce, r: Reduce, mask: str, folded: bool) -> None:
-    """A block of rows into the sum and the squares: as one set, or each row into its own (`folded` False)."""
+def about(reduces: Sequence[Reduce]) -> bool:
+    """Whether squares about a mean are among them."""
+    return any(r.combine == "squares" for r in reduces)
+
+
+def block(k: Kernel, total: Reduce, r: Reduce, mask: str, sets: int) -> None:
+    """A block of rows into the sum and the squares: as one set, as several, or each row into its own."""
     w, s, x, q, kind = k.w, total.name, total.arg, r.name, _kind(k, r)
-    part = masked(x, mask, "0.0")
-    if folded:
-        w.line(f"{s}_part = tl.reduce({part}, 0, _add, keep_dims=True)")
+    tile = k.plan.tile
+    assert isinstance(tile, RowTile)
+    part, together = masked(x, mask, "0.0"), sets == 1 or sets < tile.block_rows
+    if together:
+        add = "tl.reduce({0}, 0, _add, keep_dims=True)" if sets == 1 else "tl.reduce({0}, 0, _add)"
+        w.line(f"{s}_part = {down(part, tile, sets, 'sum')}")
         # A product would melt into the differences from it, and be another number in each.
         w.line(f"{q}_mean = tl.where(fresh_{kind} > 0, {s}_part * each_{kind}, 0.0)")
-        w.line(f"{q}_away = {masked(f'{x} - {q}_mean', mask, '0.0')}")
-        w.line(f"{q}_off = tl.reduce({q}_away, 0, _add, keep_dims=True) * each_{kind}")
-        w.line(f"{q}_part = tl.reduce({q}_away * {q}_away, 0, _add, keep_dims=True)")
+        away, there = f"{x} - {q}_mean", mask
+        if sets > 1:
+            shape = f"[{tile.block_rows // sets}, {sets}, {tile.block_cols}]"
+            away, there = f"tl.reshape({x}, {shape}) - {q}_mean[None, :, :]", "fits" if mask else ""
+        w.line(f"{q}_away = {masked(away, there, '0.0')}")
+        w.line(f"{q}_off = {add.format(f'{q}_away')} * each_{kind}")
+        w.line(f"{q}_part = {add.format(f'{q}_away * {q}_away')}")
         w.line(f"{q}_part = _max({q}_part - {q}_off * ({q}_off * fresh_{kind}), 0.0)")
     else:
         w.line(f"{s}_part = {part}")
         w.line(f"{q}_off = {masked(f'{x} - {x}', mask, '0.0')}")  # NaN where it is not finite
         w.line(f"{q}_part = {q}_off")
-    merge(k, r, f"{q}_mean" if folded else f"{s}_part", f"{q}_off", f"{q}_part")
+    merge(k, r, f"{q}_mean" if together else f"{s}_part", f"{q}_off", f"{q}_part")
     w.line(f"{s}_acc = {s}_acc + {s}_part")
 
 

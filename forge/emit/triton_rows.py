@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from esper_ir.types import Dim
 from forge.along import apart, in_line
 from forge.emit import triton_moments as moments
 from forge.emit.absent import zero_outside
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side, together
 from forge.emit.triton_scalars import TRITON_TYPE, spell
+from forge.emit.triton_sets import VECTOR, count, down, fits, sets_of
 from forge.emit.writer import dim_text
 from forge.online import LESS, Below, Online, joined
 from forge.picked import Place, picked, places
 from forge.plan import INDEX, Compute, Load, Reduce, RowTile, Stmt, Store, needed, phases
 from forge.plan import Phase as Sweep
-
-VECTOR = 8  # elements a thread loads at once, 16 bytes of a 16-bit type
 
 
 def rows(k: Kernel, tile: RowTile) -> None:
@@ -95,19 +95,18 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     for s in early:
         statement(k, s, [*outer, "col"], col_mask)
     sums = [s for s in k.plan.body if isinstance(s, Reduce) and s.axis == "col"]
-    # The rows of a block are added at once where that needs no exchange between warps.
-    folded = tile.warps == 1 or tile.warps * 32 * VECTOR <= block
-    shape = f"[{1 if folded else tile.block_rows}, {block}]"
+    sets = sets_of(k.plan, tile)
+    shape = f"[{sets}, {block}]"
     for s in (s for s in sums if s.combine != "rest"):
         w.line(
             f"{s.name}_acc = tl.full({shape}, {identity(s.combine, k.dtypes[s.name])},"
             f" {TRITON_TYPE[k.dtypes[s.name]]})"
         )
-    moments.begin(k, sums, shape, f"[{1 if folded else tile.block_rows}, 1]")
+    moments.begin(k, sums, shape, f"[{sets}, 1]")
     finished = {s.name for s in sums}
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
-    _loop(k, tile, work, col_mask, folded)
-    _store_partials(k, sums, col_mask.get("c", ""), folded)
+    _loop(k, tile, work, col_mask, sets)
+    _store_partials(k, sums, col_mask.get("c", ""), sets)
 
 
 def _spread(k: Kernel, tile: RowTile) -> bool:
@@ -122,11 +121,11 @@ def _spread(k: Kernel, tile: RowTile) -> bool:
     return k.spread
 
 
-def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], folded: bool) -> None:
+def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], sets: int) -> None:
     head = _blocks(k, tile, staging(tile))
     if head is None:
         _row_lines(k, tile, "0")
-        _block(k, side_by_side(k, work), {**_row_mask(k, tile), **col_mask}, folded, _first_row(tile, "0"))
+        _block(k, side_by_side(k, work), {**_row_mask(k, tile), **col_mask}, sets, _first_row(tile, "0"))
         return
     loads = ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
@@ -134,7 +133,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         parts = side_by_side(k, work)
         with k.w.block(head):
             _row_lines(k, tile, "i")
-            _block(k, parts, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
+            _block(k, parts, {"r": "row_ok", **col_mask}, sets, _first_row(tile, "i"))
         return
     _row_lines(k, tile, "0")
     fetch(k, loads, "", {"r": "row_ok", **col_mask})
@@ -143,7 +142,7 @@ def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], 
         fetch(k, loads, "next_", {"r": "next_row_ok", **col_mask}, ("next_row", "col"))
         for s in loads:
             k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
-        _block(k, rest, {"r": "row_ok", **col_mask}, folded, _first_row(tile, "i"))
+        _block(k, rest, {"r": "row_ok", **col_mask}, sets, _first_row(tile, "i"))
         for name in ("row", "row_ok", *(f"raw_{s.name}" for s in loads)):
             k.w.line(f"{name} = next_{name}")
 
@@ -173,14 +172,15 @@ def fetch(
 
 
 def _block(
-    k: Kernel, work: Sequence[Stmt | Beside], masks: dict[str, str], folded: bool, first: str
+    k: Kernel, work: Sequence[Stmt | Beside], masks: dict[str, str], sets: int, first: str
 ) -> None:  # fmt: skip
     index = [*k.row_indices("row"), "col"]
     reduces = [s for s in work if isinstance(s, Reduce)]
     tile = k.plan.tile
     assert isinstance(tile, RowTile)
-    count = f"tl.minimum(tl.maximum({dim_text(k.plan.rows)} - ({first}), 0), {tile.block_rows})"
-    moments.share(k, reduces, count if folded else "row_ok")
+    moments.share(k, reduces, count(dim_text(k.plan.rows), first, tile, sets))
+    if 1 < sets < tile.block_rows and moments.about(reduces):
+        k.w.line(f"fits = {fits(dim_text(k.plan.rows), first, tile, sets)}")
     nothing = zero_outside(k.plan)
     for s in work:
         if isinstance(s, Beside):
@@ -189,29 +189,31 @@ def _block(
         if isinstance(s, Reduce) and s.about:
             continue  # made with its sum
         if isinstance(s, Reduce) and (own := moments.squares_of(reduces, s.name)):
-            moments.block(k, s, own, k.mask("rc", masks), folded)
+            moments.block(k, s, own, k.mask("rc", masks), sets)
         elif isinstance(s, Reduce) and s.axis == "col":
             combine = COMBINE[s.combine]
             absent = s.combine != "sum" or s.arg not in nothing
             mask = k.mask("rc", masks) if absent else ""
             value = masked(s.arg, mask, identity(s.combine, k.dtypes[s.name]))
-            value = f"tl.reduce({value}, 0, {combine}, keep_dims=True)" if folded else value
-            k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {value})")
+            k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {down(value, tile, sets, s.combine)})")
         else:
             statement(k, s, index, masks)
     moments.count(k, reduces)
 
 
-def _store_partials(k: Kernel, sums: list[Reduce], mask: str, folded: bool) -> None:
+def _store_partials(k: Kernel, sums: list[Reduce], mask: str, sets: int) -> None:
     stores = {s.value: k.plan.accesses[s.access] for s in k.plan.body if isinstance(s, Store)}
     for s in sums:
         access = stores[s.name]
         total = f"{s.name}_acc"
         if s.about:
-            total = _about_mean(k, s, sums, folded)
-        elif not folded:
+            total = _about_mean(k, s, sums, sets == 1)
+        elif sets > 1:
             total = f"tl.reduce({total}, 0, {COMBINE[s.combine]}, keep_dims=True)"
-        where = f"{k.pointer[access.buffer]} + pid * {dim_text(k.plan.cols)} + col"
+        # Places of columns that lie apart (forge/halves.py) have a part of the row each.
+        width = k.plan.cols * sum(a.buffer == access.buffer for a in stores.values())
+        at = "col" if access.offset == Dim() else f"{dim_text(access.offset)} + col"
+        where = f"{k.pointer[access.buffer]} + pid * {dim_text(width)} + {at}"
         k.w.line(f"tl.store({where}, {total}{f', mask={mask}' if mask else ''})")
 
 

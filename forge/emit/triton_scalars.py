@@ -44,6 +44,7 @@ LIBDEVICE: dict[str, str] = {
 # bits, they are far below its rounding, and the accurate ones cost more time than the memory does.
 FAST: dict[str, str] = {
     "exp": "_fast_exp({0})", "exp2": "_fast_exp2({0})", "div": "({0} / {1})", "sigmoid": "_fast_sigmoid({0})",
+    "erf": "_fast_erf({0})",
 }  # fmt: skip
 INTERPRETED: dict[str, str] = {
     "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "expm1": "(tl.exp({0}) - 1.0)", "log": "tl.log({0})",
@@ -179,8 +180,24 @@ def _fast_sigmoid(x):
 
 
 @triton.jit
-def _round_bf16(x):
-    return x.to(tl.bfloat16).to(tl.float32)
+def _fast_erf(x):
+    # 1 - erfc, to 1.2e-7 (Press et al., Numerical Recipes, erfcc); of small numbers the series.
+    size = tl.abs(x)
+    if x.dtype == tl.float32:
+        t = libdevice.fast_dividef(1.0, 1.0 + 0.5 * size)
+        p = 0.17087277 * t - 0.82215223
+        p = p * t + 1.48851587
+        p = p * t - 1.13520398
+        p = p * t + 0.27886807
+        p = p * t - 0.18628806
+        p = p * t + 0.09678418
+        p = p * t + 0.37409196
+        p = p * t + 1.00002368
+        p = p * t - 1.26551223
+        one = 1.0 - t * _fast_exp(p - size * size)
+        small = x * (1.12837917 - 0.37612639 * x * x)
+        return tl.where(size < 0.01, small, tl.where(x < 0, -one, one))
+    return tl.erf(x)
 
 
 @triton.jit
@@ -201,6 +218,40 @@ def _pow(x, y):
 @triton.jit
 def _pow_of_number(x, y):
     return _int_pow(tl.zeros_like(y) + x, y) if y.dtype.is_int() else libdevice.pow(x, y)
+"""
+_AGAIN = """
+@triton.jit
+def _again(x):
+    return x.to(tl.float32)
+"""
+_ROUND_ALONE = """
+@triton.jit
+def _round_bf16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+"""
+# Two at once, back to float32 by a shift and a mask: of one value at a time ptxas makes F2F, which goes
+# through the few units for special functions.
+_ROUND_PAIRS = """
+@triton.jit
+def _round_bf16(x):
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
+        "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )
+
+
+@triton.jit
+def _again(x):
+    # Not pure: a compiler that knows both results to be one keeps them, twice the registers.
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=tl.float32,
+            is_pure=False, pack=2,
+        )
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}", "=f,=f,r", [x],
+        dtype=tl.float32, is_pure=False, pack=2,
+    )
 """
 _ROUND_INTERPRETED = """
 @triton.jit
@@ -244,8 +295,10 @@ def _round(x):
 """
 
 
-def preamble(interpreted: bool) -> str:
-    """Imports and helper functions of every generated module."""
+def preamble(interpreted: bool, pairs: bool = False) -> str:
+    """Imports and helper functions of every generated module; `pairs`: of a card that rounds two float32
+    values to bfloat16 in one instruction.
+    """
     imports = "import triton\nimport triton.language as tl\n"
     if not interpreted:
         imports += "from triton.language.extra import libdevice\n"
@@ -254,7 +307,9 @@ def preamble(interpreted: bool) -> str:
     helpers = _HELPERS
     for name, text in spelled.items():
         helpers = helpers.replace(f"{{{name}}}", f"{own}.{text}")
-    return imports + "\n" + helpers + (_ROUND_INTERPRETED if interpreted else _ROUND_GPU)
+    alone = _ROUND_GPU + (_ROUND_PAIRS if pairs else _ROUND_ALONE + _AGAIN)
+    rounding = _ROUND_INTERPRETED + _AGAIN if interpreted else alone
+    return imports + "\n" + helpers + rounding
 
 
 def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast: bool = False) -> str:

@@ -325,7 +325,8 @@ class _Run:
 
     def place(self, access: Access, rows: Tensor, cols: Tensor, program: int) -> Tensor:
         if access.partial and isinstance(self.plan.tile, RowTile):
-            return program * self.cols + cols
+            copies = sum(a.partial and a.buffer == access.buffer for a in self.plan.accesses)
+            return program * self.cols * copies + access.offset.value(self.sizes) + cols
         at = torch.tensor(access.offset.value(self.sizes))
         for axis, position in self.positions(rows, cols).items():
             stride, window = access.strides[axis].value(self.sizes), access.window(axis)

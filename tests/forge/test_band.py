@@ -15,6 +15,7 @@ import esper_ir.text as text
 from esper_ir.graph import Blueprint
 from forge import band
 from forge.band import BandTile
+from forge.emit.triton import emit_kernel
 from forge.plan import KernelPlan
 from forge.service import front
 from forge.work import Work
@@ -45,6 +46,7 @@ def bands(work: Work) -> list[KernelPlan]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(band, "LONG", 1)
     monkeypatch.setattr(band, "MANY", 1)
+    monkeypatch.setattr(band, "FEW", 1)
 
 
 SHAPES = {
@@ -52,6 +54,7 @@ SHAPES = {
     "unlike": (20, 4, [15, 18], "bfloat16"),
     "float32": (12, 4, [13, 20], "float32"),
     "one group": (6, 1, [16, 17], "float16"),
+    "in registers": (6, 2, [32, 32], "bfloat16"),
 }
 
 
@@ -76,9 +79,25 @@ def test_cards_of_real_sizes() -> None:
     assert bands(front(text.parse(json.dumps(data)), "h100"))
     assert not bands(front(text.parse(json.dumps(data)), "cpu"))
     data["dims"]["n"]["tune"] = [4]
+    few = bands(front(text.parse(json.dumps(data)), "h100"))
+    assert few and all(p.tile.held for p in few if isinstance(p.tile, BandTile)), "forward only"
+    data["dims"]["n"]["tune"] = [1]
     assert not bands(front(text.parse(json.dumps(data)), "h100"))
     for channels, image in ((320, [256, 256]), (320, [16, 16]), (4096, [64, 64])):
         assert not bands(front(blueprint(channels, 32, image), "h100"))
+
+
+def test_rows_that_fit_registers_are_read_once() -> None:
+    """Forward: all loads before the first sum, and what is kept of a row is as it lies in memory."""
+    made = [p for p in bands(front(blueprint(320, 32, [64, 64]), "h100")) if getattr(p.tile, "held", False)]
+    assert len(made) == 2, "inference and forward"
+    for plan in made:
+        lines = emit_kernel(plan).splitlines()
+        loads = [at for at, line in enumerate(lines) if "held_" in line and "tl.load(" in line]
+        sums = [at for at, line in enumerate(lines) if "tl.reduce(" in line]
+        assert len(loads) == 10 and len(sums) == 2 and max(loads) < min(sums)
+    wide = bands(front(blueprint(320, 32, [64, 64], "float32"), "h100"))
+    assert wide and not any(getattr(p.tile, "held", False) for p in wide)
 
 
 @pytest.mark.usefixtures("small")
@@ -91,7 +110,7 @@ def test_equal_text_means_equal_parts() -> None:
 CODE = """
 import json, sys
 from forge import band
-band.LONG = band.MANY = 1
+band.LONG = band.MANY = band.FEW = 1
 import esper_ir.text as text
 from forge.service import front
 from tests.forge.interpreted import compare
@@ -101,8 +120,9 @@ print(json.dumps([compare(front(text.parse(json.dumps(c)), "h100"), {"n": 3}, "g
 
 
 @pytest.mark.slow
-def test_triton_says_the_same() -> None:
-    cases = [document(*SHAPES[name]) for name in ("powers of two", "unlike", "float32")]
+@pytest.mark.parametrize("name", ["powers of two", "unlike", "float32", "in registers"])
+def test_triton_says_the_same(name: str) -> None:
+    cases = [document(*SHAPES[name])]
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=300,
