@@ -42,7 +42,10 @@ from forge.plan import (
 
 
 def emit(plan: KernelPlan, *, interpreted: bool = False, pairs: bool = False) -> str:
-    """A module holding the kernel `plan.name`; `pairs` as of `preamble`."""
+    """A module holding the kernel `plan.name`; `pairs` as of `preamble`, not where operands move in windows:
+    of a sum and its rounding the assembler makes packed sums there.
+    """
+    pairs = pairs and not any(a.windows for a in plan.accesses)
     return preamble(interpreted, pairs) + "\n\n" + emit_kernel(plan, interpreted=interpreted)
 
 

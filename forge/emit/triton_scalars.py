@@ -234,10 +234,13 @@ def _round_bf16(x):
 _ROUND_PAIRS = """
 @triton.jit
 def _round_bf16(x):
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
-        "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
-    )
+    if x.numel == 1:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )
 
 
 @triton.jit
