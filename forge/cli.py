@@ -98,6 +98,7 @@ def _blueprint(path: Path) -> Any:
     "--replay", type=click.Path(path_type=Path), help="Make the choices of this tuning journal again."
 )
 @click.option("--deny", multiple=True, help="Make a warning an error: its code, or all. Repeatable.")
+@click.option("--background", is_flag=True, help="Give way to all else on the machine, as beside a training.")
 @BUDGET
 @LIBRARY
 @JSON
@@ -109,6 +110,7 @@ def compile_(
     memory: tuple[str, ...],
     replay: Path | None,
     deny: tuple[str, ...],
+    background: bool,
     budget: str | None,
     library: Path | None,
     as_json: bool,
@@ -117,7 +119,10 @@ def compile_(
     from forge.objectives import within
     from forge.service import as_json as row
     from library.store import Library
+    from runtime.sandbox import give_way
 
+    if background:
+        give_way()
     rows: list[dict[str, Any]] = []
     failed: list[EsperError] = []
     with _errors(as_json), Library.open(library, roles=("compiler",)) as store:

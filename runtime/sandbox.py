@@ -31,6 +31,7 @@ LEVELS = ("none", "limits", "landlock", "full")
 PASSED = ("LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 MAX_ANSWER_BYTES = 256 << 20
 GRACE_S = 2.0
+LEAST_PRIORITY = 19  # niceness
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -242,6 +243,20 @@ def _raised(error: Mapping[str, Any], module: str) -> EsperError:
     code = "E0832" if error.get("kind") == "MemoryError" else "E0834"
     what = f"the worker {module} raised {error.get('kind')}: {error.get('text')}"
     return fail(code, what, node=module, details={"traceback": error.get("traceback", "")})
+
+
+def give_way() -> str:
+    """Have this thread, and all that it starts from now on (workers too), run on processors that nobody else
+    wants: beside a training, whose steps then find theirs free. What was reached: "idle", "nice" or ""."""
+    reached = ""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, LEAST_PRIORITY)
+        reached = "nice"
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        reached = "idle"
+    except (AttributeError, OSError):  # another system, or a sandbox that forbids it
+        return reached
+    return reached
 
 
 def levels_here() -> Sequence[str]:

@@ -173,5 +173,5 @@ def memory(width: int, device: torch.device) -> float:
     for branch in observer._branches.values():
         held += [t for t in vars(branch).values() if isinstance(t, Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    at_once = max((len(sites) for sites in growth._due.values()), default=0)
+    at_once = max((len(sites) for sites, _ in growth._due.values()), default=0)
     return 100.0 * (sum(storages.values()) + at_once * 4 * DRAWN * len(x)) / host

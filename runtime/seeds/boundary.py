@@ -10,7 +10,9 @@ the boundary ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +70,19 @@ class Verdict:
 
 def reached(phase: str) -> None:
     """Called between the phases of a round: a seam for tests that stop there."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, no search for garbage in cycles: a boundary makes many small values of which few live on, and
+    whoever looks in between looks at all of them."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def commit(growth: Any, corrupt: str, pilot: bool) -> Boundary:

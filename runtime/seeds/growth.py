@@ -25,7 +25,7 @@ from esper_ir.diagnostics import EsperError
 from runtime.seeds import evidence as measuring
 from runtime.seeds import stepping, traced
 from runtime.seeds.bans import Bans
-from runtime.seeds.boundary import commit
+from runtime.seeds.boundary import commit, uncollected
 from runtime.seeds.commands import Journal, KasminaControlCommand, Queue
 from runtime.seeds.errors import fail
 from runtime.seeds.facts import Arms, Boundary, Event, Listener, Observer, SlotFacts, Snapshot
@@ -86,7 +86,8 @@ class Growth:
         self.scaler: Any = None
         self.observer: Observer | None = None
         self.every = 50
-        self._due: dict[int, tuple[Site, ...]] = {}  # by step within `every`: who is observed
+        # By step within `every`: who is observed from there on, and for how many steps.
+        self._due: dict[int, tuple[tuple[Site, ...], int]] = {}
         self._sampled: tuple[Site, ...] = ()
         self._turn = NEVER  # the step before which others are chosen
         self._counted = (-1, 1)  # committed grafts, parameters with them
@@ -192,19 +193,24 @@ class Growth:
         self._begin_turns()
 
     def _begin_turns(self) -> None:
-        self._due = {}
+        turns: dict[int, tuple[Site, ...]] = {}
         for number, site in enumerate(self.sites.values() if self.observer is not None else ()):
             at = number * self.every // len(self.sites)
-            self._due[at] = (*self._due.get(at, ()), site)
+            turns[at] = (*turns.get(at, ()), site)
+        for at in [*turns]:  # where a turn ends nobody is observed, but for those whose turn begins there
+            turns.setdefault((at + 1) % self.every, ())
+        order = sorted(turns)
+        later = zip(order, order[1:] + order[:1], strict=True)
+        self._due = {at: (turns[at], (then - at - 1) % self.every + 1) for at, then in later}
         self._take_turns()
 
     def _take_turns(self) -> None:
         """Choose who is observed in the next step."""
-        at = self.step % self.every
-        due = self._due.get(at, ())
-        self._turn = self.step + 1
-        if not due:
-            self._turn += min([(turn - at - 1) % self.every for turn in self._due], default=NEVER)
+        found = self._due.get(self.step % self.every)
+        if found is None:  # a run goes on from between two turns, or nobody observes
+            found = (), 1 if self._due else NEVER
+        due, ahead = found
+        self._turn = self.step + ahead
         if due is not self._sampled:
             for site in self._sampled:
                 site.sample(False)
@@ -437,7 +443,7 @@ class Growth:
         if not self.ticks and any(s.state is Lifecycle.GRAFTING for s in self.slots):
             raise fail("E1009", "no optimizer step was seen in an epoch with a graft under way",
                        hint="runtime.attach(model, optimizer), and step that optimizer")  # fmt: skip
-        with self.ranks.counted():
+        with self.ranks.counted(), uncollected():
             corrupt = self.checked()
             self._states.clear()
             done = commit(self, corrupt, autopilot)

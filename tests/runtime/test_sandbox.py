@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,18 @@ def test_the_parent_is_not_confined(tmp_path: Path) -> None:
     work("echo", value=1)
     (tmp_path / "free").write_text("x")
     assert os.environ.get("HOME") is not None
+
+
+def test_a_thread_that_gives_way_and_what_it_starts_run_last() -> None:
+    found: list[tuple[str, int, int]] = []
+
+    def give_way() -> None:
+        reached = sandbox.give_way()
+        found.append((reached, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), work("niceness")))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=give_way)
+    thread.start()
+    thread.join()
+    assert found == [(found[0][0], sandbox.LEAST_PRIORITY, sandbox.LEAST_PRIORITY)] and found[0][0]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

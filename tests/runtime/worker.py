@@ -26,6 +26,10 @@ def environment(request: dict[str, Any]) -> dict[str, str]:
     return dict(os.environ)
 
 
+def niceness(request: dict[str, Any]) -> int:
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def read(request: dict[str, Any]) -> str:
     return Path(request["path"]).read_text()
 
