@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.dealing import rank, scheduler
+
 NO_CARD = "no CUDA card here: this test did NOT run (make test-gpu on a machine with one)"
 GOLDENS = Path(__file__).with_name("goldens")
 
@@ -27,18 +29,12 @@ def _card() -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadscope` deals units of `tests.dealing`."""
-    if config.getoption("dist") != "loadscope":
-        return None
-    from tests.dealing import Dealing
-
-    return Dealing(config, log)
+    """`--dist loadscope` deals the units of `tests.dealing`."""
+    return scheduler(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
-        from tests.dealing import rank
-
         items.sort(key=rank)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     # With ESPER_REQUIRE_GPU=1 (`make test-gpu`) they run and fail without a card instead of being skipped.

@@ -7,12 +7,18 @@ test at the end would leave the other workers idle.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = ("tests/promises/", "tests/runtime/seeds/", "tests/runtime/")
 """Folders whose files share what is compiled once for a session; of several that match, the first counts."""
-FIRST = ("tests/test_docs.py", "tests/runtime/seeds/", "tests/test_lint.py")
+FIRST = (
+    "tests/test_docs.py", "tests/runtime/", "tests/promises/", "tests/faults/test_planted.py",
+    "tests/forge/test_tune.py", "tests/esper_ir/test_import_torch.py", "tests/runtime/seeds/",
+    "tests/forge/test_graphs.py", "tests/test_lint.py", "tests/forge/test_interpreter.py",
+    "tests/gauntlet/test_restart.py", "tests/gauntlet/test_prove.py",
+)  # fmt: skip
 """The longest, longest first; all others follow in the order in which they are collected."""
 
 
@@ -28,12 +34,14 @@ def rank(item: pytest.Item) -> int:
     return FIRST.index(unit) if unit in FIRST else len(FIRST)
 
 
-class Dealing(LoadScopeScheduling):
-    """Units in the order of their first tests, each to the first worker that is about to be done."""
+def scheduler(config: pytest.Config, log: Any) -> Any:
+    """xdist's, with these units, in the order of their first tests, each to the first worker that is about to
+    be done. Imported here: a machine that runs tests one by one needs no xdist."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    def __init__(self, config: pytest.Config, log: object = None) -> None:
-        super().__init__(config, log)  # type: ignore[arg-type]
-        config.option.loadscopereorder = False
+    class Dealing(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
 
-    def _split_scope(self, nodeid: str) -> str:
-        return unit_of(nodeid)
+    config.option.loadscopereorder = False
+    return Dealing(config, log)

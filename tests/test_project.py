@@ -8,6 +8,7 @@ import re
 import tomllib
 from typing import Any
 
+from tests.dealing import FIRST, TOGETHER, unit_of
 from tests.source import ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -54,3 +55,9 @@ def test_ci_runs_the_demo_and_the_tests() -> None:
     lines = script.read_text(encoding="utf-8").splitlines()
     assert os.access(script, os.X_OK) and "set -euo pipefail" in lines
     assert lines[-2:] == ["make demo", "make test"]
+
+
+def test_long_units_and_folders_of_the_dealing_exist() -> None:
+    for place in (*TOGETHER, *FIRST):
+        assert (ROOT / place).exists(), place
+    assert {unit_of(f"{place}test_x.py::test_y") for place in TOGETHER} == set(TOGETHER)

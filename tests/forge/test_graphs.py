@@ -354,16 +354,27 @@ def test_ranges(low: int, high: int, tune: tuple[int, ...], rows: int) -> None:
     check(b.build(b.matmul(b.mul(b.rms_norm(x), w), v)), {"rows": rows})
 
 
-SETTINGS = settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+MANY = settings(SETTINGS, max_examples=400)
+RANDOM = given(
+    seed=st.integers(0, 2**32), nodes=st.integers(1, 9), dtype=st.sampled_from([F, B]), rows=st.integers(1, 9)
 )
 
 
 @SETTINGS
-@given(
-    seed=st.integers(0, 2**32), nodes=st.integers(1, 9), dtype=st.sampled_from([F, B]), rows=st.integers(1, 9)
-)
+@RANDOM
 def test_random_graphs_mean_what_they_say(seed: int, nodes: int, dtype: str, rows: int) -> None:
+    _means_what_it_says(seed, nodes, dtype, rows)
+
+
+@pytest.mark.slow
+@MANY
+@RANDOM
+def test_many_random_graphs_mean_what_they_say(seed: int, nodes: int, dtype: str, rows: int) -> None:
+    _means_what_it_says(seed, nodes, dtype, rows)
+
+
+def _means_what_it_says(seed: int, nodes: int, dtype: str, rows: int) -> None:
     """Any order of groups that were a cycle would read memory that no kernel has written yet: NaN."""
     blueprint = random_blueprint(random.Random(seed), nodes, dtype)
     check(blueprint, {"rows": rows}, "h100")

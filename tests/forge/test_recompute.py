@@ -19,7 +19,7 @@ from forge.target import resolve
 from library.launch import KernelStep, evaluate
 from tests.forge.dags import blueprint as random_blueprint
 from tests.forge.test_blocks import BLOCKS, EXAMPLES, shrunk
-from tests.forge.test_graphs import CASES, SETTINGS, made
+from tests.forge.test_graphs import CASES, MANY, SETTINGS, made
 from tests.forge.whole import check
 
 
@@ -48,10 +48,23 @@ def test_blocks_mean_the_same(name: str) -> None:
     check(shrunk(name, sizes), dims, "h100")
 
 
+RANDOM = given(
+    st.integers(0, 2**32), st.integers(4, 24), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 9)
+)
+
+
 @pytest.mark.usefixtures("always")
 @SETTINGS
-@given(st.integers(0, 2**32), st.integers(4, 24), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 9))
+@RANDOM
 def test_random_graphs_mean_the_same(seed: int, nodes: int, dtype: str, rows: int) -> None:
+    check(random_blueprint(random.Random(seed), nodes, dtype), {"rows": rows}, "h100")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("always")
+@MANY
+@RANDOM
+def test_many_random_graphs_mean_the_same(seed: int, nodes: int, dtype: str, rows: int) -> None:
     check(random_blueprint(random.Random(seed), nodes, dtype), {"rows": rows}, "h100")
 
 
