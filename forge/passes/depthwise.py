@@ -3,7 +3,8 @@
 Each channel has a filter of its own: nothing is contracted, tensor cores have nothing to do, and memory
 bounds the work. A library writes the sum and another kernel reads it back; here what follows is in the same
 kernel. The filters are laid out [kh, kw, channels] first, by a small kernel, so that threads read them along
-the channels. The gradient of the filters stays a library call.
+the channels. The gradient of the filters is a sum down the columns for each of their elements, all in one
+kernel with the work before them.
 """
 
 from __future__ import annotations
