@@ -9,6 +9,7 @@ and how many addresses one program of a launch wrote that another one of the sam
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ from forge.emit.triton import emit
 from forge.package import interface_of
 from forge.pipelines import FAST
 from forge.service import front
-from library.launch import KernelStep, LaunchManifest, to_json
+from library.launch import Buffer, KernelStep, LaunchManifest, Plan, to_json
 from tests.faults import classes, corpus
 from tests.faults.fault import FaultClass, Mutant
 from tests.forge.interpreted import Interpreter, load_kernel
-from tests.forge.whole import Sizes, close, compared, pick
+from tests.forge.whole import Sizes, Tensors, close, compared, pick
 
 MOST = 2
 """Mutants of each class."""
+FENCE = 1024
+"""Elements before and behind a buffer: several rows."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,28 @@ class Watched:
 
 
 class Machine(Interpreter):
-    """Runs a block with the text of one kernel exchanged."""
+    """Runs a block with the text of one kernel exchanged. Around every buffer lies NaN (or 1), so that what
+    is read there shows in a result; what is written there is a wrong result."""
 
     def __init__(self, made: Plain, watched: Watched, changed: Mapping[str, str]) -> None:
         super().__init__(made.work)
         self.watched = watched
+        self.fences: list[torch.Tensor] = []
         self.made = {n: load_kernel(t, n) for n, t in {**made.texts, **changed}.items()}
+
+    def run(self, plan: Plan, given: Tensors, dims: Sizes) -> list[torch.Tensor]:
+        self.fences = []
+        memory = super().run(plan, given, dims)
+        assert all(bool(torch.all(f.isnan() if f.is_floating_point() else f == 1)) for f in self.fences)
+        return memory
+
+    def memory(self, buffer: Buffer, given: Tensors, dims: Sizes) -> torch.Tensor:
+        value = super().memory(buffer, given, dims)
+        around = torch.ones(value.numel() + 2 * FENCE, dtype=value.dtype)
+        around = around * math.nan if value.is_floating_point() else around
+        front, held, back = around.split([FENCE, value.numel(), FENCE])
+        self.fences += [front, back]
+        return held.copy_(value.reshape(-1)).view(value.shape)
 
     def launch(self, step: KernelStep, memory: list[torch.Tensor], dims: Sizes) -> None:
         self.watched.launch()
