@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.types import TensorType
+from esper_ir.types import DType, TensorType
 from gauntlet import cubin, elf
 from gauntlet.extents import Range, outside
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe
@@ -21,6 +21,7 @@ from library.launch import ExternStep, Kernel, Plan, TensorSpec, evaluate
 from runtime import externs
 
 FUNCTION = 2
+TYPES = frozenset(d.value for d in DType)
 WIDTH = {"ptr": 8, "i64": 8, "i32": 4}
 LIBRARIES = (
     "libm.so.6",
@@ -232,11 +233,14 @@ def _arguments(subject: Subject, plan: Plan) -> Iterator[str]:
 
 
 def _feeds(subject: Subject, plan: Plan) -> Iterator[str]:
-    """Buffers that come from outside are what the interface, or the forward plan, says."""
+    """Buffers hold elements of a type; those that come from outside are what the interface, or the forward
+    plan, says."""
     interface, forward = subject.launch.interface, [p for p in subject.launch.plans if p.phase == "forward"]
     saved = [forward[0].buffers[n] for n in forward[0].saved] if forward else []
     sources: Mapping[str, Any] = {"input": interface.inputs, "cotangent": interface.outputs, "saved": saved}
     for buffer in plan.buffers:
+        if buffer.dtype not in TYPES:
+            yield f"buffer {buffer.name!r} has the dtype {buffer.dtype!r}, which there is not"
         if buffer.source not in sources:
             continue
         rows = sources[buffer.source]

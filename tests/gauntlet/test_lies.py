@@ -281,6 +281,16 @@ def test_forged_manifests_never_break_the_judge(make: Callable[[], handmade.Toy]
     assert all(isinstance(one, Failed | Passed) for one in found)
 
 
+def test_memory_of_no_type_is_refused() -> None:
+    """Of a temporary too, which nothing outside declares."""
+    manifest, blobs = _open(handmade.build(toys.affine()))
+    forged = json.loads(json.dumps(manifest))
+    (temporary, *_) = [b for p in forged["launch"]["plans"] for b in p["buffers"] if b["source"] == "temp"]
+    temporary["dtype"] = "input"
+    found = _integrity(forged, blobs)
+    assert isinstance(found, Failed) and "'input', which there is not" in found.reason
+
+
 @pytest.mark.slow
 def test_what_integrity_lets_through_gets_a_verdict(server: ForkServer) -> None:
     manifest, blobs = _open(handmade.build(toys.affine()))
