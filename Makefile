@@ -26,8 +26,9 @@ demo: $(STAMP)  ## compile, prove, load and train on real digits
 demo-growth: $(STAMP)  ## a network on MNIST-1D finds its bottleneck and grafts a proven kernel there
 	$(PY) -m bench.growing.demo
 
+# Byte code is written, whatever the environment says: the tests start some hundred processes.
 test: $(STAMP)  ## everything that runs without a card, in minutes
-	$(PY) -m pytest -n 2 --dist loadscope -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadscope -m "not slow and not gpu"
 
 test-slow: $(STAMP)  ## the long ones
 	$(PY) -m pytest -m "slow and not gpu"
