@@ -98,7 +98,7 @@ def test_undo_gives_everything_back(ids: dict[str, str]) -> None:
 
 
 def test_a_cnn_with_its_statistics(ids: dict[str, str]) -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # with 0 a value before a ReLU is 1e-7: its gradient is a matter of rounding
     plain = Cnn(SMALL_CNN)
     ours = copy.deepcopy(plain)
     swap(ours, cnn_plan(ids))
