@@ -73,8 +73,14 @@ def test_chain(chain: Chain) -> None:
         same(module, blueprint, inputs(larger(chain.shapes), chain.low))
 
 
-@pytest.mark.parametrize(("name", "make", "shapes", "varies"), WHOLE, ids=[n[0] for n in WHOLE])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+TRAINED = [pytest.param(*row, True, id=f"train-{row[0]}") for row in WHOLE]
+EVALUATED = [
+    pytest.param(*row, False, id=f"eval-{row[0]}", marks=[pytest.mark.slow] * (at % 3 > 0))
+    for at, row in enumerate(WHOLE)
+]
+
+
+@pytest.mark.parametrize(("name", "make", "shapes", "varies", "training"), [*TRAINED, *EVALUATED])
 def test_network(name: str, make: Any, shapes: Any, varies: bool, training: bool) -> None:
     torch.manual_seed(0)
     module = make().train(training)

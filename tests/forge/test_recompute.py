@@ -30,9 +30,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "WORTH", 0.0)
 
 
+BOTH = [pytest.param(name, "h100", id=f"{name}-h100") for name in sorted(CASES)] + [
+    pytest.param(name, "cpu", id=f"{name}-cpu", marks=[pytest.mark.slow] * (at % 3 > 0))
+    for at, name in enumerate(sorted(CASES))
+]
+
+
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("target", ["h100", "cpu"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(("name", "target"), BOTH)
 def test_graphs_mean_the_same(name: str, target: str) -> None:
     blueprint = made(CASES[name])
     rows = 1 if "registers" in name else 2 if "power" in name else 7
