@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,12 @@ def tables(folder: Path = RESULTS) -> str:
         parts += block_table([d for d in here if d["bench"] == "blocks"])
         parts += charts(folder, [d for d in here if d["bench"] == "blocks"], "../")
         parts += model_table([d for d in here if d["bench"] == "models"])
-    newest = {(d["bench"], d["card"]): d for d in found}
-    parts += [_figures(d) for _, d in sorted(newest.items()) if d.get("figures")]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for document in found:
+        runs.setdefault((document["bench"], document["card"]), []).append(document)
+    parts += [
+        _figures(those[-1]) + _earlier(those) for _, those in sorted(runs.items()) if those[-1].get("figures")
+    ]
     return "\n".join(parts)
 
 
@@ -234,8 +238,31 @@ def _figures(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _earlier(runs: Sequence[dict[str, Any]]) -> str:
+    """Figures of parts that the newest run left out, each from the newest run that has it."""
+    if not any(note.startswith("left out") for note in runs[-1].get("notes", ())):
+        return ""
+    shown = set(runs[-1]["figures"])
+    lines: list[str] = []
+    for document in reversed(runs[:-1]):
+        new = {n: row for n, row in document.get("figures", {}).items() if n not in shown}
+        shown |= set(new)
+        lines += [
+            f"| {name} | {' | '.join(_said(row))} | {document['commit'][:7]} |" for name, row in new.items()
+        ]
+    table = [
+        "",
+        "What that run left out, from earlier ones:",
+        "",
+        "| figure | value | target | met | commit |",
+        "|---" * 5 + "|",
+    ]
+    return "\n".join([*table, *lines]) + "\n" if lines else ""
+
+
 def _said(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Value, target, and whether it was met."""
+    """Value (with how many it is over, where a figure says so), target, and whether it was met."""
     met = {True: "yes", False: "no", None: "-"}[row.get("met")]
     target = "-" if row.get("target") is None else f"{row['target']:g} {row['unit']}"
-    return "not measured" if row["value"] is None else f"{row['value']:.4g} {row['unit']}", target, met
+    over = f" (over {row['over']})" if row.get("over") else ""
+    return "not measured" if row["value"] is None else f"{row['value']:.4g} {row['unit']}{over}", target, met

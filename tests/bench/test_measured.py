@@ -66,3 +66,26 @@ def test_the_summary_says_what_calls_and_loads_cost(tmp_path: Path) -> None:
     found = [{**head, "figures": {"no_grad_call_us": old}}, {**head, "figures": {"no_grad_call_us": new}}]
     lines = [line for line in measured.gates(found) if line.startswith("| ")]
     assert lines[1:] == ["| a call without gradients | 13 us | 12 us | no | H200 1111111 |"]
+
+
+def test_figures_of_parts_that_a_run_left_out_are_from_earlier_ones(tmp_path: Path) -> None:
+    def put_figures(commit: int, notes: list[str], **values: float) -> None:
+        document = {
+            "bench": "growth", "commit": str(commit) * 40, "date": f"2026-01-0{commit}", "card": "cpu",
+            "versions": {"torch": "2.13.0"}, "rows": [], "notes": notes,
+            "figures": {n: {"value": v, "unit": "ms", "target": None, "met": None, "over": 7}
+                        for n, v in values.items()},
+        }  # fmt: skip
+        (tmp_path / f"growth-{commit}.json").write_text(json.dumps(document))
+
+    put_figures(1, [], a=1.0, b=1.0)
+    put_figures(2, ["left out: a"], b=2.0, c=2.0)
+    put_figures(3, ["left out: a", "left out: b"], c=3.0)
+    told = measured.tables(tmp_path)
+    assert "| c | 3 ms (over 7) | - | - |" in told and told.count("| c |") == 1
+    assert (
+        "| b | 2 ms (over 7) | - | - | 2222222 |" in told
+        and "| a | 1 ms (over 7) | - | - | 1111111 |" in told
+    )
+    put_figures(4, [], d=4.0)
+    assert "| d | 4 ms (over 7) |" in measured.tables(tmp_path) and "earlier" not in measured.tables(tmp_path)
