@@ -145,12 +145,14 @@ def _added(b: GraphBuilder, node: Node, x: Val) -> Val:
 
 
 def _rows_first(b: GraphBuilder, node: Node, x: Val, reduced: list[int]) -> Val:
-    """All of a tensor: first along its last axis, row by row, then the rows; sums in the type that sums are
-    made in.
+    """All of a tensor: first along its last axis, row by row, then the rows, in the same way where one
+    program should not go through them all; sums in the type that sums are made in.
     """
     x = _added(b, node, x)
     *others, last = sorted(reduced)
     rows = b(node.op, x, dims=(last,), keepdim=True)
+    if len(others) > 1 and _many(rows.type.shape):
+        return _rows_first(b, node, rows, others)
     return b(node.op, rows, dims=tuple(others), keepdim=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from esper_ir.builder import Builder, Value
@@ -156,6 +156,7 @@ def test_norms_of_few_long_rows_are_right(target: str, backend: str) -> None:
 
 @OFTEN
 @GRAPHS
+@example(21657, 12, "float32", True)  # a sum of everything over three axes, of which two are long
 def test_rewrites_are_done_once(seed: int, nodes: int, dtype: str, backward: bool) -> None:
     """A second time they change nothing."""
     once = _plain(grown(seed, nodes, dtype, backward), apart=True)
