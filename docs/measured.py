@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def beside(rows: list[dict[str, Any]], field: str) -> tuple[float, str]:
     mine = ours.get(field) if ours.get("correct") else None
     peers = [r for r in rows if not r["impl"].startswith("esper") and r.get("correct") and r.get(field)]
     best = min(peers, key=lambda r: r[field], default=None)
-    theirs = "-" if best is None else f"{best[field]:.3f} {best['impl']}"
+    theirs = "-" if best is None else f"{best[field]:.3f} {best['impl']}{_of_run(best)}"
     if mine is None or best is None:
         return 0.0, f"{'no figure' if mine is None else format(mine, '.3f')} | {theirs} | -"
     return best[field] / mine, f"{mine:.3f} | {theirs} | {best[field] / mine:.2f}x"
@@ -137,8 +138,10 @@ def head(document: dict[str, Any]) -> str:
 
 def newest_rows(found: Iterable[dict[str, Any]]) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Block, size and type -> (the newest run that has a time of it, its plain rows of forward and backward);
-    a run that only says why there is none counts where there is no other. Missing and wrong rows stay."""
+    a run that only says why there is none counts where there is no other. Missing and wrong rows stay, but a
+    peer that was stopped in this run stands with its newest right time on such a card, and says of which."""
     kept: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    peers: dict[Key, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for document in found:
         mine: dict[Key, list[dict[str, Any]]] = {}
         for row in document.get("rows", []):
@@ -146,8 +149,23 @@ def newest_rows(found: Iterable[dict[str, Any]]) -> dict[Key, tuple[dict[str, An
                 mine.setdefault((row["block"], row["size"], row["dtype"]), []).append(row)
         for key, rows in mine.items():
             if key not in kept or any(row["wall_ms"] is not None for row in rows):
-                kept[key] = (document, rows)
+                known = {(found["card"], r["impl"]): r for found, r in peers.get(key, ())}
+                kept[key] = (
+                    document,
+                    [_or_earlier(row, known.get((document["card"], row["impl"]))) for row in rows],
+                )
+            timed = [row for row in rows if row["wall_ms"] is not None and row.get("correct")]
+            peers.setdefault(key, []).extend(
+                (document, {**row, "run": name_of(document)})
+                for row in timed
+                if not row["impl"].startswith("esper")
+            )
     return kept
+
+
+def _or_earlier(row: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """A peer that was stopped is not a slow one: what an earlier run measured is held against ours."""
+    return earlier if earlier is not None and row["wall_ms"] is None and row.get("why") else row
 
 
 def block_table(found: list[dict[str, Any]]) -> list[str]:
@@ -178,7 +196,11 @@ def cell(row: dict[str, Any] | None) -> str:
         measured = row.get("dev_ms") is not None or row.get("wall_ms") is not None
         return "wrong" if measured or not row.get("why") else str(row["why"])[:40]
     times = (row.get("dev_ms"), row.get("wall_ms"))
-    return " / ".join("-" if time is None else f"{time:.3f}" for time in times)
+    return " / ".join("-" if time is None else f"{time:.3f}" for time in times) + _of_run(row)
+
+
+def _of_run(row: dict[str, Any]) -> str:
+    return f" ({row['run'].split()[-1]})" if "run" in row else ""
 
 
 def model_table(found: list[dict[str, Any]]) -> list[str]:
@@ -235,7 +257,22 @@ def risk_tables(folder: Path = RESULTS) -> str:
 def _figures(document: dict[str, Any]) -> str:
     lines = [f"{head(document)}\n", "| figure | value | target | met |", "|---|---|---|---|"]
     lines += [f"| {name} | {' | '.join(_said(row))} |" for name, row in document["figures"].items()]
-    return "\n".join(lines) + "\n"
+    lost = _stopped(document)
+    return (
+        "\n".join(lines)
+        + "\n"
+        + (f"\nStopped in that run, and in none of these figures: {lost}.\n" if lost else "")
+    )
+
+
+def _stopped(document: dict[str, Any]) -> str:
+    """Peers of blocks that had no time to compile, with the number of sizes: figures are without them."""
+    rows = [
+        r for r in document.get("rows", ()) if r.get("phase") == "fb" and r.get("mode", "plain") == "plain"
+    ]
+    peers = [r for r in rows if document["bench"] == "blocks" and not r["impl"].startswith("esper")]
+    lost = Counter(r["impl"] for r in peers if r["wall_ms"] is None and r.get("why"))
+    return ", ".join(f"{impl} at {count} sizes" for impl, count in lost.items())
 
 
 def _earlier(runs: Sequence[dict[str, Any]]) -> str:

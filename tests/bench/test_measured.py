@@ -89,3 +89,28 @@ def test_figures_of_parts_that_a_run_left_out_are_from_earlier_ones(tmp_path: Pa
     )
     put_figures(4, [], d=4.0)
     assert "| d | 4 ms (over 7) |" in measured.tables(tmp_path) and "earlier" not in measured.tables(tmp_path)
+
+
+def test_a_peer_that_was_stopped_is_held_against_ours_all_the_same(tmp_path: Path) -> None:
+    """Its newest time on such a card, with the run; no other card's, none that was wrong, and never ours."""
+    best = row("a", "compile-max-autotune", 1.5)
+    put(tmp_path, 1, "NVIDIA H200", [row("a", "esper-fast", 1.4), row("a", "eager", 3.0), best])
+    put(
+        tmp_path,
+        2,
+        "NVIDIA H100 80GB HBM3",
+        [row("a", "esper-fast", 9.0), row("a", "compile-max-autotune", 0.1)],
+    )
+    put(tmp_path, 3, "NVIDIA H200", [row("a", "compile-max-autotune", 0.2, correct=False)])
+    why = {"why": "stopped after 9 s", "correct": True}
+    late = [
+        row("a", "esper-fast", 1.0),
+        row("a", "eager", 2.0),
+        row("a", "compile-max-autotune", None, **why),
+    ]
+    put(tmp_path, 4, "NVIDIA H200", late)
+    assert "| 1.000 | 1.500 compile-max-autotune (1111111) | 1.50x |" in measured.summary(tmp_path)
+    assert "| 1.500 / 1.500 (1111111) |" in measured.tables(tmp_path)
+    assert measured._stopped(json.loads(json.dumps({"bench": "blocks", "rows": late}))) == (
+        "compile-max-autotune at 1 sizes"
+    )
