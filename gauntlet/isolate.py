@@ -37,7 +37,7 @@ FINISHED, CRASH, ILLEGAL, ENDLESS, MEMORY, MACHINE = (
 EVENT_BYTES = 4 << 20
 OUTPUT_TAIL = 8192
 START_SECONDS = 120.0
-_POLL = 0.05
+_POLL_MS = 50
 _STARVED = 20.0
 """A launch that got less than half of a processor is given this many times its limit before it is judged at
 all."""
@@ -227,12 +227,15 @@ class _Watch:
 
     def until_end(self, output: int, spill: int) -> Ending:
         began = time.monotonic()
-        waiting = {self.result, self.status}
+        # Not select(): it refuses descriptors from 1024 on, and a supervisor may have that many.
+        waiting, poll = {self.result, self.status}, select.poll()
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
         while self.status in waiting:
-            ready, _, _ = select.select(list(waiting), [], [], _POLL)
-            for fd in ready:
+            for fd, _ in poll.poll(_POLL_MS):
                 if not self._read(fd):
                     waiting.discard(fd)
+                    poll.unregister(fd)
             if self.pid and not self.verdict and not self.ended:
                 self._judge(time.monotonic() - began)
         while self.result in waiting and self._read(self.result):

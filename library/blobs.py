@@ -8,6 +8,7 @@ import re
 import stat
 import time
 import uuid
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 DIRECTORIES = ("objects", "staging", "quarantine", "measurements")
 
 
+def _close(fds: dict[str, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
+
+
 class Blobs:
     """The directories of one library. Thread-safe: holds only directory descriptors."""
 
@@ -32,6 +38,7 @@ class Blobs:
         self.home = home
         self.disk = disk or Disk()
         self._fds: dict[str, int] = {}
+        weakref.finalize(self, _close, self._fds)  # of a handle that nobody closed
         try:
             for name in ("objects", "staging", "quarantine"):
                 self._fds[name] = self.disk.open_dir(str(home / name))
@@ -41,8 +48,7 @@ class Blobs:
 
     def close(self) -> None:
         """Give the descriptors back; idempotent."""
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        _close(self._fds)
 
     def put(self, data: bytes) -> str:
         """Durable when it returns: the digest of `data`. E0703, E0702, E0710 leave nothing behind."""

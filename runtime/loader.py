@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from runtime.select import Facts, Query, Ranking, nothing_suits, rank, recorded_
 
 log = logging.getLogger("esper.runtime")
 OUT_OF_MEMORY = 2
+OPEN_LIBRARIES = 8
 _REFUSALS = {"E0781": "E0802", "E0782": "E0804", "E0783": "E0808"}
 
 
@@ -88,7 +90,7 @@ class Entry:
 
 
 _cache: Cache[Entry] = Cache()
-_libraries: dict[str, Library] = {}
+_libraries: OrderedDict[str, Library] = OrderedDict()
 _libraries_lock = threading.Lock()
 _faulty: set[str] = set()
 _meant: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -107,7 +109,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def open_library(where: Library | Path | str | None = None) -> Library:
     """The library at a place, opened read-only once per process (default place: ESPER_LIBRARY, else the
-    user's)."""
+    user's). Of more than OPEN_LIBRARIES the one asked for longest ago is let go: it is closed when nobody
+    holds it."""
     if isinstance(where, Library):
         return where
     key = str(where) if where is not None else os.environ.get("ESPER_LIBRARY", "")
@@ -116,6 +119,9 @@ def open_library(where: Library | Path | str | None = None) -> Library:
             opened = Library.open(where, create=False, readonly=True)
             opened.warm()
             _libraries[key] = opened
+            if len(_libraries) > OPEN_LIBRARIES:
+                _libraries.popitem(last=False)
+        _libraries.move_to_end(key)
         return _libraries[key]
 
 

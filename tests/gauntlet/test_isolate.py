@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -111,6 +112,24 @@ def test_other_packages_are_not_run() -> None:
     with ForkServer(packages=("gauntlet",)) as server:
         ending = server.run("os:abort", b"", Limits(seconds=5))
     assert ending.kind == isolate.MACHINE
+
+
+def test_a_supervisor_may_hold_a_thousand_files() -> None:
+    """select() refuses descriptors from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"a process may open {hard} files here: NOT tested")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held: list[int] = []
+    try:
+        while not held or held[-1] < 1024:
+            held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        with ForkServer(packages=("tests",)) as server:
+            assert run(server, "good").kind == isolate.FINISHED
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_workers_die_with_their_supervisor() -> None:

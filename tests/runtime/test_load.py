@@ -314,6 +314,23 @@ def test_ranks_can_compare_digests(put: Put) -> None:
     assert faked.plan_digest() != before
 
 
+def test_libraries_that_nobody_holds_are_closed(tmp_path: Path, esper_library: Path) -> None:
+    def held() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    homes = [tmp_path / str(n) for n in range(loader.OPEN_LIBRARIES + 4)]
+    for home in homes:
+        Library.open(home).close()
+    before = held()
+    kept = loader.open_library(homes[0])
+    each = held() - before
+    for home in homes[1:]:
+        loader.open_library(home)
+    assert held() - before <= each * (loader.OPEN_LIBRARIES + 1)
+    assert kept.blueprints() == [] and loader.open_library(homes[0]) is not kept
+
+
 def test_reading_changes_nothing(put: Put, esper_library: Path) -> None:
     """Every file and folder read-only, HOME unwritable, no compiler and no Triton in reach."""
     name = put()
