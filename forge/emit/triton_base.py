@@ -77,10 +77,8 @@ class Kernel:
         self.dtypes = self.plan.dtypes()
         self.pointer = {b: f"p_{i}" for i, b in enumerate(self.plan.buffers)}
         self.index_type = "tl.int64" if self.plan.wide else "tl.int32"
-        # Elsewhere assemblers find packed sums of 16-bit numbers in sum and rounding.
         self.picks = any(a.windows for a in self.plan.accesses)
-        late = self.picks and not self.interpreted
-        self.unrounded = rounded_by_stores(self.plan) if late else frozenset[str]()
+        self.unrounded = frozenset[str]() if self.interpreted else rounded_by_stores(self.plan)
         self.fast = not self.interpreted and _halves(self.plan)
 
     # Addresses ------------------------------------------------------------------------------------
@@ -202,7 +200,7 @@ class Kernel:
         kinds = [self.dtypes[a] for a in stmt.args]
         wide = all(d.compute is DType.float32 for d in kinds)
         plain = stmt.dtype in (DType.float32, DType.bool) and wide
-        if stmt.args and (late or (self.picks and exact(stmt.expr, kinds, stmt.dtype))):
+        if stmt.args and (late or exact(stmt.expr, kinds, stmt.dtype)):
             plain, text = True, text if wide else f"({text}).to(tl.float32)"
         self.w.line(f"{stmt.name} = {text if plain and stmt.args else rounded(text, stmt.dtype)}")
 

@@ -91,6 +91,7 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
     col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
     early, rest = ([], list(k.plan.body)) if _spread(k, tile) else k.hoist()
+    asked = _ask(k, tile, rest, col_mask)
     outer = ["0"] * (len(k.plan.space) - 1)
     for s in early:
         statement(k, s, [*outer, "col"], col_mask)
@@ -105,7 +106,7 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     moments.begin(k, sums, shape, f"[{sets}, 1]")
     finished = {s.name for s in sums}
     work = [s for s in rest if not (isinstance(s, Store) and s.value in finished)]
-    _loop(k, tile, work, col_mask, sets)
+    _loop(k, tile, work, col_mask, sets, asked)
     _store_partials(k, sums, col_mask.get("c", ""), sets)
 
 
@@ -121,11 +122,31 @@ def _spread(k: Kernel, tile: RowTile) -> bool:
     return k.spread
 
 
-def _loop(k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], sets: int) -> None:
+def _ask(k: Kernel, tile: RowTile, rest: list[Stmt], col_mask: dict[str, str]) -> list[Load]:
+    """Of a program with one block of rows: its rows are asked for before all else, so that they are on their
+    way together, and while values of columns are handed round. (An assembler that is left to itself puts
+    each load next to its use.) Windows read one another's elements: there the order of their use is right.
+    """
+    if _blocks(k, tile) is not None or k.picks:
+        return []
+    loads = [s for s in ahead(k, rest) if "r" in k.axes[s.name]]
+    if loads:
+        _row_lines(k, tile, "0")
+        fetch(k, loads, "", {**_row_mask(k, tile), **col_mask})
+    return loads
+
+
+def _loop(
+    k: Kernel, tile: RowTile, work: list[Stmt], col_mask: dict[str, str], sets: int, asked: list[Load]
+) -> None:
     head = _blocks(k, tile, staging(tile))
     if head is None:
-        _row_lines(k, tile, "0")
-        _block(k, side_by_side(k, work), {**_row_mask(k, tile), **col_mask}, sets, _first_row(tile, "0"))
+        if not asked:
+            _row_lines(k, tile, "0")
+        for s in asked:
+            k.w.line(f"{s.name} = {k.widened(k.plan.accesses[s.access], f'raw_{s.name}')}")
+        left = [s for s in work if s not in asked]
+        _block(k, side_by_side(k, left), {**_row_mask(k, tile), **col_mask}, sets, _first_row(tile, "0"))
         return
     loads = ahead(k, work) if tile.prefetch else []
     rest = [s for s in work if s not in loads]
