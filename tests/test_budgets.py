@@ -23,10 +23,17 @@ def _is_elif(parent: ast.AST, child: ast.AST) -> bool:
     return isinstance(parent, ast.If) and isinstance(child, ast.If) and parent.orelse == [child]
 
 
+def _below(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements, handlers and cases directly below: expressions hold none of what is measured."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        held = getattr(node, name, None)
+        yield from held if isinstance(held, list) else ()
+
+
 def nesting(node: ast.AST, depth: int = 0) -> int:
     """Depth of blocks inside a function; an `elif` counts once, a function inside starts anew."""
     deepest = depth
-    for child in ast.iter_child_nodes(node):
+    for child in _below(node):
         if isinstance(child, FUNCTIONS):
             continue
         step = isinstance(child, BLOCKS) and not _is_elif(node, child)
@@ -37,7 +44,7 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
 def _functions(
     tree: ast.AST, prefix: str = ""
 ) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for child in ast.iter_child_nodes(tree):
+    for child in _below(tree):
         name = (
             f"{prefix}{child.name}" if isinstance(child, (*FUNCTIONS, ast.ClassDef)) else prefix.rstrip(".")
         )
