@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from esper_ir.scalar import Cast, Prim
 from esper_ir.types import Dim, DType
-from forge.emit.triton_rounding import exact, rounded_by_stores
+from forge.emit.triton_rounding import exact, packed, rounded_by_stores
 from forge.emit.triton_scalars import TRITON_TYPE, number, rounded, spell
 from forge.emit.writer import Writer, dim_text
 from forge.plan import (
@@ -79,6 +79,8 @@ class Kernel:
         self.index_type = "tl.int64" if self.plan.wide else "tl.int32"
         self.picks = any(a.windows for a in self.plan.accesses)
         self.unrounded = frozenset[str]() if self.interpreted else rounded_by_stores(self.plan)
+        simple = isinstance(self.plan.tile, (PointTile, RowTile)) and not self.picks
+        self.widens = simple and not self.interpreted and not packed(self.plan)
         self.fast = not self.interpreted and _halves(self.plan)
 
     # Addresses ------------------------------------------------------------------------------------
@@ -164,8 +166,8 @@ class Kernel:
 
     def widened(self, access: Access, text: str) -> str:
         """Stored type to compute type."""
-        if access.dtype is DType.bfloat16 and self.interpreted:
-            return f"{text}.to(tl.float32)"
+        if access.dtype is DType.bfloat16:
+            return f"_wide({text})" if self.widens else f"{text}.to(tl.float32)"
         return (
             f"{text}.to({TRITON_TYPE[access.dtype.compute]})"
             if access.dtype is not access.dtype.compute

@@ -31,6 +31,21 @@ def exact(expr: Expr, dtypes: Sequence[DType], dtype: DType) -> bool:
     return bool(chosen) and not known and all(exact(a, dtypes, dtype) for a in chosen)
 
 
+def packed(plan: KernelPlan) -> bool:
+    """Whether 16-bit numbers are computed from loaded ones alone, which assemblers do two at a time without
+    widening them.
+    """
+    kinds = plan.dtypes()
+    loaded = {s.name for s in plan.body if isinstance(s, Load)}
+    return any(
+        isinstance(s, Compute)
+        and s.dtype in HALVES
+        and any(a in loaded and kinds[a] is s.dtype for a in s.args)
+        and all(kinds[a] in (s.dtype, DType.bool) for a in s.args)
+        for s in plan.body
+    )
+
+
 def rounded_by_stores(plan: KernelPlan) -> frozenset[str]:
     """Values that only stores of their type read, directly or after a choice: these round them."""
     kinds = plan.dtypes()

@@ -13,7 +13,7 @@ from esper_ir.scalar import Arg, Cast, Const, Expr
 from esper_ir.types import DType
 
 COMMON: dict[str, str] = {
-    "neg": "(-{0})", "abs": "tl.abs({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
+    "neg": "_neg({0})", "abs": "tl.abs({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})",
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})",
     "eq": "({0} == {1})", "ne": "({0} != {1})", "lt": "({0} < {1})", "le": "({0} <= {1})",
     "gt": "({0} > {1})",
@@ -101,6 +101,12 @@ def _shr(x, y):
 
 
 @triton.jit
+def _neg(x):
+    # Less than zero is 0 - x to Triton: an instruction, and of 0 the other zero.
+    return -x if x.dtype.is_int() else x * -1.0
+
+
+@triton.jit
 def _sqrt(x):
     return tl.sqrt_rn(x) if x.dtype == tl.float32 else tl.sqrt(x)
 
@@ -175,8 +181,9 @@ def _fast_exp2(x):
 
 @triton.jit
 def _fast_sigmoid(x):
-    y = 1.0 + _fast_exp(-x)
-    return libdevice.fast_dividef(1.0, y) if x.dtype == tl.float32 else 1.0 / y
+    if x.dtype == tl.float32:
+        return _fast_reciprocal(1.0 + _fast_exp_of_less(x))
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -184,7 +191,7 @@ def _fast_erf(x):
     # 1 - erfc, to 1.2e-7 (Press et al., Numerical Recipes, erfcc); of small numbers the series.
     size = tl.abs(x)
     if x.dtype == tl.float32:
-        t = libdevice.fast_dividef(1.0, 1.0 + 0.5 * size)
+        t = _fast_reciprocal(1.0 + 0.5 * size)
         p = 0.17087277 * t - 0.82215223
         p = p * t + 1.48851587
         p = p * t - 1.13520398
@@ -228,9 +235,25 @@ _ROUND_ALONE = """
 @triton.jit
 def _round_bf16(x):
     return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _wide(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _fast_reciprocal(x):
+    return libdevice.fast_dividef(1.0, x)
+
+
+@triton.jit
+def _fast_exp_of_less(x):
+    return libdevice.fast_expf(-x)
 """
 # Two at once, back to float32 by a shift and a mask: of one value at a time ptxas makes F2F, which goes
-# through the few units for special functions.
+# through the few units for special functions, and widens the upper of two loaded values by two instructions.
+# What libdevice has for reciprocals and exponentials of less than x takes one more than the instruction.
 _ROUND_PAIRS = """
 @triton.jit
 def _round_bf16(x):
@@ -241,6 +264,31 @@ def _round_bf16(x):
             "{.reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;}",
             "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
         )
+
+
+@triton.jit
+def _wide(x):
+    if x.numel == 1:
+        return x.to(tl.float32)
+    else:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=tl.float32, is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def _fast_reciprocal(x):
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _fast_exp_of_less(x):
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.44269504], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -161,3 +162,13 @@ def test_triton_takes_the_text_of_every_scalar_operator() -> None:
     asked: dict[str, Any] = {**request(tuple(sources), target), "stage": "compile"}
     done = run_worker("forge.build_worker", asked, Limits(seconds=540.0))
     assert done["code"].keys() == {s.plan.name for s in sources}
+
+
+def test_less_than_zero_is_the_other_zero() -> None:
+    """Triton's own minus is 0 - x, which makes one zero of both."""
+    b = Builder("less")
+    work = front(b.build(b.neg(b.input("x", "float32", [64])), differentiable=[]), "h100")
+    made = tuple(s for s in work.kernels.by_key.values() if s.variant == "a")
+    asked = {**request(made, resolve("h100")), "stage": "compile"}
+    (code,) = run_worker("forge.build_worker", asked, Limits(seconds=200.0))["code"].values()
+    assert not re.search(r"\bsub\.(rn\.)?f32", code) and re.search(r"neg\.f32|xor\.b32", code)
