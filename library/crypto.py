@@ -1,5 +1,5 @@
 """The door to library.ed25519 and library.private_keys: a process that only lists or stores unsigned things
-never pays for `cryptography`, and one that only verifies not for the formats of private keys."""
+never pays for PyNaCl or `cryptography`, and one that only verifies not for the formats of private keys."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def test_every_requirement_is_pinned() -> None:
 
 def test_the_core_needs_no_compiler() -> None:
     core = {_name(requirement) for requirement in PROJECT["dependencies"]}
-    assert core == {"torch", "numpy", "networkx", "click", "rich", "cryptography", "apsw", "platformdirs"}
+    signing = {"cryptography", "pynacl"}
+    assert core == {"torch", "numpy", "networkx", "click", "rich", "apsw", "platformdirs", *signing}
 
 
 def test_scripts_exist() -> None:
