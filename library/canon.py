@@ -51,7 +51,7 @@ def parse_json(data: bytes | memoryview, limits: JsonLimits = DEFAULT_LIMITS) ->
         raise fail("E0735", f"JSON text of {len(raw)} bytes exceeds the limit of {limits.max_bytes}")
     _check_depth(raw, limits.max_depth)
     try:
-        return _strict(raw.decode("utf-8"))
+        return _read(raw.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise fail("E0734", f"not valid JSON: {error}") from error
 
@@ -87,4 +87,14 @@ def _finite(text: str) -> float:
 
 
 # Made once: json.loads makes a decoder for every text that it reads with hooks.
-_strict = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite).decode
+_strict = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite)
+_scan = _strict.scan_once  # type: ignore[attr-defined]
+
+
+def _read(text: str) -> Any:
+    """As `decode`, which looks for spaces around a value before it looks for the value."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:
+        end = -1
+    return value if end == len(text) else _strict.decode(text)

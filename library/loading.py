@@ -8,6 +8,7 @@ then are the same bytes parsed and handed on.
 from __future__ import annotations
 
 import re
+from types import NoneType
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -134,10 +135,10 @@ def _verdict(artifact_id: str, keyid: str, predicate: dict[str, Any]) -> Verdict
     texts: list[Any] = [predicate.get(name) for name in _TEXTS]
     arch, result, card, reason, report = texts
     policy, when = predicate.get("policy"), predicate.get("time")
-    odd = any(value.__class__ is not str for value in texts)
-    if odd or type(when) not in (int, float) or not isinstance(policy, str | None) or not _fits(when):
+    odd = {*map(type, texts)} != {str} or type(policy) not in (str, NoneType)
+    if odd or type(when) not in (int, float) or not _fits(when):
         raise fail("E0745", f"verdict on {artifact_id} has malformed fields", node=artifact_id)
-    return Verdict(artifact_id, arch, result, keyid, float(when or 0), card, reason, report)
+    return Verdict.of((artifact_id, arch, result, keyid, float(when or 0), card, reason, report))
 
 
 def _fits(when: Any) -> bool:

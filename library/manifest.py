@@ -138,7 +138,9 @@ def unpack(data: bytes, *, verified: bool = False) -> Container:
             raise fail("E0732", "an empty sealed form")
     if verified and written:
         sealed = Sealed(written)
-        return Container(text, MappingProxyType(_blobs(sealed.head["blobs"], data, end)), data, sealed)
+        found = Container(text, MappingProxyType(_blobs(sealed.head["blobs"], data, end)), data, sealed)
+        found.__dict__["head"] = sealed.head
+        return found
     manifest = json.loads(bytes(text)) if verified else _checked(text, written)
     views = _blobs(map(_place, manifest["blobs"]), data, end)
     for row in () if verified else manifest["blobs"]:

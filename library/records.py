@@ -149,6 +149,16 @@ class Verdict:
     reason: str
     report: str
 
+    @staticmethod
+    def of(row: Sequence[Any]) -> Verdict:
+        """As `ArtifactRecord.of`."""
+        made = object.__new__(Verdict)
+        made.__dict__.update(zip(_VERDICT, row, strict=True))
+        return made
+
+
+_VERDICT = tuple(f.name for f in fields(Verdict))
+
 
 @dataclass(frozen=True)
 class LoadedArtifact:

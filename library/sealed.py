@@ -101,7 +101,7 @@ class Sealed:
     def launch(self) -> LaunchManifest:
         """The launch manifest; of plans and kernels is read what is asked for, when it is."""
         head, lines = self.head, self._lines
-        params = _Line(lines[1])
+        params = _Columns(lines[1])
         kernels = tuple([_kernel(at, row, params) for at, row in enumerate(head["kernels"])])
         plans = tuple([_plan(row, _Line(line)) for row, line in zip(head["plans"], lines[2:], strict=True)])
         return LaunchManifest(_interface(head["interface"]), plans, kernels)
@@ -119,6 +119,22 @@ class _Line:
         if self._rows is None:
             self._rows = _scan(self._text, 0)[0]
         return self._rows
+
+
+class _Columns:
+    """The line of parameters. A kernel's row is parsed when it is asked for: a load binds one plan, and a
+    plan has few of the kernels. A row is a list of lists of plain values: these brackets stand between rows
+    alone."""
+
+    __slots__ = ("_text", "_rows")
+
+    def __init__(self, text: str) -> None:
+        self._text, self._rows = text, None
+
+    def row(self, at: int) -> list[list[Any]]:
+        if self._rows is None:
+            self._rows = self._text[3:-3].split("]],[[")
+        return _scan(f"[[{self._rows[at]}]]", 0)[0]
 
 
 class SealedPlan(Plan):
@@ -159,7 +175,7 @@ class SealedKernel(Kernel):
 
     def _columns(self) -> list[Any]:
         line, at = self.__dict__["_params"]
-        return line.rows()[at]
+        return line.row(at)
 
 
 # One reader a record. A frozen dataclass's __init__ costs five times as much as writing its fields at once.
@@ -175,7 +191,7 @@ def _plan(row: list[Any], line: _Line) -> SealedPlan:
     return made
 
 
-def _kernel(at: int, row: list[Any], params: _Line) -> SealedKernel:
+def _kernel(at: int, row: list[Any], params: _Columns) -> SealedKernel:
     made = _new(SealedKernel)
     values = made.__dict__
     values["name"], values["blob"], values["entry"], values["warps"], *rest = row

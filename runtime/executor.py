@@ -90,18 +90,21 @@ class Ready:
     ) -> None:
         self.plan, self.dims, self.layout = plan, dims, layout
         self.parts: tuple[Dispatch | Extern, ...]
+        self._single: Dispatch | Extern | None
+        self._node: Any
         if words is not None and isinstance(layout, BoundLayout):
             self.launches: int = layout.launches
             self.parts = (BoundDispatch(layout, words, program.code.driver, program.index),)
+            self._single, self._node = self.parts[0], False
         else:
             self.launches = sum(len(p.launches) if isinstance(p, Segment) else 1 for p in layout.parts)
-            self.parts = tuple(program.bind(part) for part in layout.parts)
-        self._single = self.parts[0] if len(self.parts) == 1 else None
-        self._fresh = tuple((f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh)
+            self.parts = tuple([program.bind(part) for part in layout.parts])
+            self._single = self.parts[0] if len(self.parts) == 1 else None
+            # Whether `runtime/_node.cpp` runs it: known after the first call. Kernels cost no more here.
+            self._node = None if any(isinstance(p, Extern) for p in self.parts) else False
+        self._fresh = tuple([(f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh])
         self._empty, self._index = program.empty, program.index
         self._code = program.code  # what is bound here must stay mapped
-        # Whether `runtime/_node.cpp` runs it: known after the first call. Kernels alone cost no more here.
-        self._node: Any = None if any(isinstance(p, Extern) for p in self.parts) else False
 
     def __call__(self, slots: list[Any]) -> list[Any]:
         if self._node is None:
@@ -185,8 +188,8 @@ class Program:
         self.functions = Functions({k.name: k for k in launch.kernels}, code.address)
         self._kernels = Kernels(self.functions)
         self.saved_count = _saved_count(launch)
-        self.dim_names = tuple(d.name for d in self.interface.dims)
-        self.dtypes = tuple(getattr(torch, spec.dtype) for spec in self.interface.inputs)
+        self.dim_names = tuple([d.name for d in self.interface.dims])
+        self.dtypes = tuple([getattr(torch, spec.dtype) for spec in self.interface.inputs])
         self._ready: Memo[Any, Ready] = Memo(READY_LIMIT)
         self._known: Memo[Any, Dims] = Memo(READY_LIMIT)
         self.empty = self._allocator()

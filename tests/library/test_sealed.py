@@ -196,3 +196,19 @@ def test_proving_looks_at_it(tmp_path: Path, esper_library: Path) -> None:
         assert loaded.container.sealed is not None and "manifest" not in loaded.container.__dict__
         assert loaded.container.manifest == unpack(container()).manifest
         assert canonical_json(loaded.container.manifest) == loaded.container.text
+
+
+def test_of_the_parameters_only_the_rows_asked_for_are_read() -> None:
+    lines = seal(unpack(container()).manifest).split(b"\n")
+    lines[1] = lines[1].replace(b'"i32"],[0,8],[8,4]],[[', b'"i32"],[0,8],[8,4]],[[nonsense ', 1)
+    first, second = Sealed(b"\n".join(lines)).launch().kernels
+    assert first.params == KERNELS[0].params and first.kinds == ("ptr", "i32")
+    with pytest.raises(StopIteration):
+        _ = second.params
+
+
+def test_kernels_with_no_parameters_stand_among_others() -> None:
+    bare = replace(KERNELS[0], name="bare", params=())
+    kernels = (bare, *KERNELS, replace(bare, name="bare2"), replace(bare, name="bare3"))
+    read = sealed_of(container(replace(LAUNCH, kernels=kernels))).launch()
+    assert [k.params for k in read.kernels] == [k.params for k in kernels]
