@@ -194,8 +194,10 @@ def _plan(row: list[Any], line: _Line) -> SealedPlan:
 def _kernel(at: int, row: list[Any], params: _Columns) -> SealedKernel:
     made = _new(SealedKernel)
     values = made.__dict__
-    values["name"], values["blob"], values["entry"], values["warps"], *rest = row
-    values["shared"], values["scratch"], values["registers"], values["spills"] = rest
+    (
+        values["name"], values["blob"], values["entry"], values["warps"],
+        values["shared"], values["scratch"], values["registers"], values["spills"],
+    ) = row  # fmt: skip
     values["_params"] = (params, at)
     return made
 

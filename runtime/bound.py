@@ -35,17 +35,37 @@ class Kernels(dict[str, tuple[Any, ...]]):
 
 
 class BoundLayout(Layout):
-    """A layout whose parts are laid out again, in Python, where somebody wants to read them. `launches`:
-    kernels of the plan."""
+    """A layout whose parts are laid out again, in Python, where somebody wants to read them; what the caller
+    passes is listed when a backward asks. `launches`: kernels of the plan."""
 
     launches: int
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__
-        if name != "parts" or "_again" not in values:
+        if name not in _LATE or "_again" not in values:
             raise AttributeError(name)
-        values["parts"] = values["_again"]().parts
-        return values["parts"]
+        if name == "parts":
+            values[name] = values["_again"]().parts
+        else:
+            values["expected"], values["read"] = _passed(values["feeds"], *values["_places"])
+        return values[name]
+
+
+_LATE = ("parts", "expected", "read")
+
+
+def _passed(
+    feeds: int,
+    slots: tuple[int, ...],
+    buffers: list[Any],
+    shapes: tuple[tuple[int, ...], ...],
+    first: tuple[int, ...],
+    handed: frozenset[int],
+) -> tuple[Any, frozenset[int]]:
+    """`expected` and `read` of a layout."""
+    rows = zip(slots, buffers, shapes, strict=True)
+    read = [a for n, a in enumerate(slots) if 0 <= a < feeds and (first[n] >= 0 or n in handed)]
+    return tuple([(at, b[0], s, b[3]) for at, b, s in rows if 0 <= at < feeds]), frozenset(read)
 
 
 class BoundDispatch(NativeDispatch):
@@ -100,10 +120,7 @@ def bind(
         saved=tuple([slots[n] for n in plan.saved]),
         gradients=tuple([slots[n] for n in plan.gradients]),
         workspace=workspace,
-        expected=tuple(
-            [(at, b[0], s, b[3]) for at, b, s in zip(slots, buffers, shapes, strict=True) if 0 <= at < feeds]
-        ),
-        read=frozenset([a for n, a in enumerate(slots) if 0 <= a < feeds and (first[n] >= 0 or n in handed)]),
+        _places=(slots, buffers, shapes, first, handed),
         _again=again,
         launches=len(rows[1]),
     )
