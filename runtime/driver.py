@@ -143,13 +143,15 @@ class Driver:
     def inside(self, device: int) -> Iterator[None]:
         """The primary context of `device` for a while; then the thread's own again, since torch takes its
         current device from it."""
-        before = self._get_pointer("cuCtxGetCurrent")
-        self.enter(device)
+        before, wanted = self._get_pointer("cuCtxGetCurrent"), self.context(device)
+        if before == wanted:
+            yield
+            return
+        self.check(self._call["cuCtxSetCurrent"](wanted), "cuCtxSetCurrent")
         try:
             yield
         finally:
-            if before != self.context(device):
-                self.check(self._call["cuCtxSetCurrent"](before), "cuCtxSetCurrent")
+            self.check(self._call["cuCtxSetCurrent"](before), "cuCtxSetCurrent")
 
     def bury(self) -> None:
         """Unload what was given up, once nothing of it can be running any more."""

@@ -206,6 +206,25 @@ def test_loading_on_another_card_leaves_the_current_one(stub: Stub) -> None:
     assert stub.driver._get_pointer("cuCtxGetCurrent") == stub.driver.context(0) != stub.driver.context(1)
 
 
+def test_what_a_load_asks_of_the_driver(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks at the context, nothing set where it is current, and two calls a kernel."""
+    calls: list[str] = []
+
+    def counted(name: str, call: Any) -> Any:
+        return lambda *values: (calls.append(name), call(*values))[1]
+
+    for name, call in list(stub.driver._call.items()):
+        monkeypatch.setitem(stub.driver._call, name, counted(name, call))
+    stub.driver.enter(1)
+    calls.clear()
+    cuda_code(stub, a.scale()).prime()
+    kernels = len(a.scale().kernels)
+    assert calls == [
+        "cuCtxGetCurrent", "cuLibraryLoadData", *["cuLibraryGetKernel"] * kernels,
+        "cuCtxGetCurrent", *["cuKernelGetFunction"] * kernels,
+    ]  # fmt: skip
+
+
 def test_loading_errors_have_names(stub: Stub) -> None:
     stub.number("stub_load_code").value = 209
     assert refusal("E0803", cuda_code, stub, a.scale()).exit_code == 16
