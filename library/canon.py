@@ -96,5 +96,5 @@ def _read(text: str) -> Any:
     try:
         value, end = _scan(text, 0)
     except StopIteration:
-        end = -1
+        value, end = None, -1
     return value if end == len(text) else _strict.decode(text)

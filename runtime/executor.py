@@ -90,18 +90,15 @@ class Ready:
     ) -> None:
         self.plan, self.dims, self.layout = plan, dims, layout
         self.parts: tuple[Dispatch | Extern, ...]
-        self._single: Dispatch | Extern | None
-        self._node: Any
+        self._node: Any = False  # of `runtime/_node.cpp`: None until the first call; no gain for kernels alone
         if words is not None and isinstance(layout, BoundLayout):
             self.launches: int = layout.launches
             self.parts = (BoundDispatch(layout, words, program.code.driver, program.index),)
-            self._single, self._node = self.parts[0], False
         else:
             self.launches = sum(len(p.launches) if isinstance(p, Segment) else 1 for p in layout.parts)
             self.parts = tuple([program.bind(part) for part in layout.parts])
-            self._single = self.parts[0] if len(self.parts) == 1 else None
-            # Whether `runtime/_node.cpp` runs it: known after the first call. Kernels cost no more here.
             self._node = None if any(isinstance(p, Extern) for p in self.parts) else False
+        self._single = self.parts[0] if len(self.parts) == 1 else None
         self._fresh = tuple([(f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh])
         self._empty, self._index = program.empty, program.index
         self._code = program.code  # what is bound here must stay mapped
