@@ -90,7 +90,7 @@ class Ready:
     ) -> None:
         self.plan, self.dims, self.layout = plan, dims, layout
         self.parts: tuple[Dispatch | Extern, ...]
-        self._node: Any = False  # of `runtime/_node.cpp`: None until the first call; no gain for kernels alone
+        self._node: Any = False  # of `runtime/_node.cpp`: None till the first call; no gain for kernels alone
         if words is not None and isinstance(layout, BoundLayout):
             self.launches: int = layout.launches
             self.parts = (BoundDispatch(layout, words, program.code.driver, program.index),)
