@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from esper_ir.types import Dim
 from forge.groups import WHOLE_ROW, Group
-from forge.held import in_registers
+from forge.held import dense, in_registers
 from forge.lowered import Call, Launch, Lowered, size_of, symbols
 from forge.plan import INDEX, Access, Compute, KernelPlan, Load, Reduce, RowTile, Stmt, Store, next_pow2
 from forge.views import ONE
@@ -157,7 +157,7 @@ def _linked(first: KernelPlan, second: KernelPlan, third: KernelPlan) -> bool:
         bool(between and after)
         and all("c" not in first.store_axes(s) for s in first.body if isinstance(s, Store))
         and all(_by_row(a, first.space) for a in made)
-        and all(_dense(a, second.space) for a in between)
+        and all(dense(a, second.space) for a in between)
         and all(a.buffer in whole and _meets(a, total, second, third) for a in after)
         and all(a.dtype is a.dtype.compute for a in (*between, *after))
         and not {a.buffer for a in _loaded(third)} & {a.buffer for a in made}
@@ -168,14 +168,14 @@ def _linked(first: KernelPlan, second: KernelPlan, third: KernelPlan) -> bool:
 def _meets(read: Access, total: Sequence[Access], second: KernelPlan, third: KernelPlan) -> bool:
     """What is read for a row is what was written for its group: once for each of its rows, or once."""
     wrote = next(a for a in total if a.buffer == read.buffer)
-    if _by_row(read, third.space) and _dense(wrote, second.space):
+    if _by_row(read, third.space) and dense(wrote, second.space):
         return True
     groups, axis = ONE, 0
     while axis < len(third.space) - 1 and groups != second.rows:
         groups, axis = groups * third.space[axis], axis + 1
     behind = all(stride == ZERO for stride in read.strides[axis:])
     front = replace(read, strides=read.strides[:axis], windows=())
-    alike = groups == second.rows and behind and _dense(front, third.space[:axis])
+    alike = groups == second.rows and behind and dense(front, third.space[:axis])
     return alike and _by_row(wrote, second.space)
 
 
@@ -192,20 +192,10 @@ def _loaded(plan: KernelPlan) -> list[Access]:
     return [a for a in found if a.buffer != INDEX]
 
 
-def _dense(access: Access, space: tuple[Dim, ...]) -> bool:
-    """Element number = linear position in the space."""
-    step = ONE
-    for size, stride in reversed(list(zip(space, access.strides, strict=True))):
-        if size != ONE and stride != step:
-            return False
-        step = step * size
-    return access.offset == ZERO
-
-
 def _by_row(access: Access, space: tuple[Dim, ...]) -> bool:
     """Element number = linear row."""
     rows = replace(access, strides=access.strides[:-1], windows=())
-    return access.strides[-1] == ZERO and _dense(rows, space[:-1])
+    return access.strides[-1] == ZERO and dense(rows, space[:-1])
 
 
 def _outside(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from esper_ir.scalar import Arg, prim
-from esper_ir.types import DType
+from esper_ir.types import Dim, DType
 from forge.plan import INDEX, Access, Compute, KernelPlan, Load, Reduce, Stmt, Store
+from forge.views import ONE, ZERO
 
 WORDS = 40  # registers of a thread for its part of the rows: of 64, so that two programs fit
 VECTOR = 8  # elements of 16 bytes
@@ -14,15 +15,29 @@ SUB, MUL, ADD = (prim(name, Arg(0), Arg(1)) for name in ("sub", "mul", "add"))
 
 
 def in_registers(first: KernelPlan, second: KernelPlan, third: KernelPlan) -> bool:
-    """Both readings are of one tensor of 16 bits and nothing else of its size, the first for the moments of
-    the band alone, and a thread has room for its part of all rows, 16 bytes at a time.
+    """Both readings are of one tensor of 16 bits, each element where the other has it, and of nothing else of
+    its size, the first for the moments of the band alone, and a thread has room for its part of all rows, 16
+    bytes at a time.
     """
     cols, count = first.cols.static or 0, second.cols.static or 0
     read = {(a.buffer, a.dtype) for p in (first, third) for a in _full(p)}
+    places = {a for p in (first, third) for a in _full(p)}
+    alike = len(places) == 1 and first.space == third.space
+    alike = alike or all(dense(a, p.space) for p in (first, third) for a in _full(p))
     halves = all(kind.is_floating and kind.itemsize == 2 for _, kind in read)
     per = 32 * warps(cols) * VECTOR
     fits = cols % per == 0 and count * cols // per <= 2 * WORDS // VECTOR
-    return fits and halves and len(read) == 1 and moments(first, second) is not None
+    return fits and halves and alike and len(read) == 1 and moments(first, second) is not None
+
+
+def dense(access: Access, space: tuple[Dim, ...]) -> bool:
+    """Element number = linear position in the space."""
+    step = ONE
+    for size, stride in reversed(list(zip(space, access.strides, strict=True))):
+        if size != ONE and stride != step:
+            return False
+        step = step * size
+    return access.offset == ZERO
 
 
 def warps(cols: int) -> int:

@@ -208,10 +208,12 @@ class _Run:
                 )
 
     def flat(self, access: Access, rows: int, cols: int) -> Tensor:
-        """The memory of an access as [rows, cols]."""
+        """The memory of an access as [rows, cols]; a copy of it where a stride is negative."""
         strides = [s.value(self.sizes) for s in access.strides]
-        memory = self.buffers[access.buffer].view(-1)[access.offset.value(self.sizes) :]
-        return memory.as_strided((rows, cols), strides)
+        memory, start = self.buffers[access.buffer].view(-1), access.offset.value(self.sizes)
+        if min(strides) >= 0:
+            return memory[start:].as_strided((rows, cols), strides)
+        return memory[start + torch.arange(rows)[:, None] * strides[0] + torch.arange(cols) * strides[1]]
 
     def lists(self) -> None:
         """Positions by part of the table; a part keeps the order of its positions."""
@@ -278,11 +280,7 @@ class _Run:
             self.step(stmt, values, torch.arange(m)[:, None], torch.arange(self.cols)[None, :], 0)
 
     def matrix(self, access: Access, shape: tuple[int, int]) -> Tensor:
-        strides = [s.value(self.sizes) for s in access.strides]
-        view = (
-            self.buffers[access.buffer].view(-1)[access.offset.value(self.sizes) :].as_strided(shape, strides)
-        )
-        return view.to(torch_dtype(access.dtype.compute))
+        return self.flat(access, *shape).to(torch_dtype(access.dtype.compute))
 
     # Statements
 

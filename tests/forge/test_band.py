@@ -100,6 +100,29 @@ def test_rows_that_fit_registers_are_read_once() -> None:
     assert wide and not any(getattr(p.tile, "held", False) for p in wide)
 
 
+def elsewhere(kind: str) -> dict[str, Any]:
+    """Group norm, times or plus what other rows of the same tensor hold."""
+    data = document(*SHAPES["in registers"])
+    moved = {
+        "images reversed": ("flip", {"dims": [0]}), "channels reversed": ("flip", {"dims": [1]}),
+        "one channel": ("slice", {"dim": 1, "start": 4, "end": 5}),
+    }  # fmt: skip
+    op, attrs = moved[kind]
+    data["nodes"].append({"id": "m", "op": op, "inputs": ["x"], "attrs": attrs})
+    data["nodes"].append({"id": "z", "op": "mul", "inputs": ["y", "m"]})
+    return data | {"outputs": ["z"]}
+
+
+ELSEWHERE = ["images reversed", "channels reversed", "one channel"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_rows_read_again_from_elsewhere_do_not_wait_in_registers(kind: str) -> None:
+    made = bands(check(text.parse(json.dumps(elsewhere(kind))), {"n": 3}, "h100"))
+    assert made and not any(p.tile.held for p in made if isinstance(p.tile, BandTile))
+
+
 @pytest.mark.usefixtures("small")
 def test_equal_text_means_equal_parts() -> None:
     one, two = (bands(front(blueprint(c, 4, [16, 16]), "h100"))[0] for c in (16, 24))
@@ -120,9 +143,9 @@ print(json.dumps([compare(front(text.parse(json.dumps(c)), "h100"), {"n": 3}, "g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["powers of two", "unlike", "float32", "in registers"])
+@pytest.mark.parametrize("name", ["powers of two", "unlike", "float32", "in registers", *ELSEWHERE])
 def test_triton_says_the_same(name: str) -> None:
-    cases = [document(*SHAPES[name])]
+    cases = [elsewhere(name) if name in ELSEWHERE else document(*SHAPES[name])]
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=300,

@@ -236,6 +236,12 @@ def products_of_transposed_operands(b: Builder) -> Outputs:
 
 
 @case
+def products_of_reversed_operands(b: Builder) -> Outputs:
+    x = b.input("x", B, ["rows", 16])
+    return (b.matmul(b.op("reverse", x, dim=1), b.param("w", B, [16, 8])),)
+
+
+@case
 def an_epilogue_wider_than_the_product(b: Builder) -> Outputs:
     x, w = b.input("x", B, ["rows", 8]), b.param("w", B, [8, 1])
     return (b.mul(x, b.tanh(b.matmul(x, w))),)
