@@ -18,7 +18,8 @@ from forge.groups import Group, lowering_kind
 from forge.lowered import Launch, Lowered, ceildiv, size_of, symbols
 from forge.plan import Access, Chain, ChainTile, Compute, KernelPlan, Load, MatmulSpec, Stmt, Store, next_pow2
 from forge.target import Target
-from forge.templates.matmul import far, precision, two_axes
+from forge.templates.choice import rows_as_one
+from forge.templates.matmul import far, left, precision, two_axes
 from forge.templates.rows import RowsInput
 from forge.views import View, dense_strides
 
@@ -41,7 +42,9 @@ def candidates(graph: Graph, views: Mapping[str, View], target: Target) -> dict[
         if lowering_kind(node) != "contraction" or node.id in taken:
             continue
         first = _first(node, graph, views)
-        if first is None or first.id in taken or not isinstance(_fits(first, node, graph, target), Dim):
+        if first is None or first.id in taken or not rows_as_one(views[first.tensors[0]]):
+            continue
+        if not isinstance(_fits(first, node, graph, target), Dim):
             continue
         out[node.id] = first.id
         taken |= {node.id, first.id}
@@ -145,9 +148,8 @@ def lower(first: Half, second: Half, link: str) -> Lowered:
     space, accesses = two_axes(second.given, second.a)
     (m, r), n = head_space, space[1]
     kinds = [h.given.graph.types[v.base].dtype for h in (first, second) for v in (h.a, h.b)]
-    lead, inner = (Dim(), Dim(), *first.a.strides)[-2:]
     spec = MatmulSpec(
-        Access(first.a.base, kinds[0], (lead, inner), offset=first.a.offset),
+        Access(first.a.base, kinds[0], left(first.a), offset=first.a.offset),
         Access(first.b.base, kinds[1], (first.b.strides[-2], first.b.strides[-1]), offset=first.b.offset),
         first.a.shape[-1], precision(first.node),
     )  # fmt: skip

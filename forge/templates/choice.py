@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from esper_ir.diagnostics import Accepted, Rejected
 from esper_ir.graph import Graph, Node
 from forge.target import Target
-from forge.views import View
+from forge.views import ONE, View
 
 # Measured on an H200 without tuning: 1.4 to 2 times the library's time at K = 256 and K = 1024.
 FUSED_SLOWDOWN = 2.0
@@ -61,7 +61,7 @@ def own_matmul(
         return Rejected(
             "dtype", f"{a.dtype.value} x {b.dtype.value} has no tensor-core form on {target.name}"
         )
-    if b.rank != 2 or not _mergeable(views[node.tensors[0]]):
+    if b.rank != 2 or not rows_as_one(views[node.tensors[0]]):
         return Rejected("rank", "batched products are library calls")
     sizes = tuned_sizes(graph)
     depth = a.shape[-1]
@@ -76,7 +76,7 @@ def own_matmul(
     return Accepted("matmul")
 
 
-def _mergeable(view: View) -> bool:
-    """Leading axes of the left operand walk memory as one axis."""
-    pairs = zip(view.strides[:-2], view.strides[1:-1], view.shape[1:-1], strict=True)
-    return all(outer == inner * size for outer, inner, size in pairs)
+def rows_as_one(view: View) -> bool:
+    """Leading axes of the left operand walk memory as one axis; those of one do not count."""
+    axes = [a for a in zip(view.shape[:-1], view.strides[:-1], strict=True) if a[0] != ONE]
+    return all(outer == inner * size for (_, outer), (size, inner) in zip(axes, axes[1:], strict=False))

@@ -45,9 +45,8 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     depth = a.shape[-1]
     m, n = space
     kinds = [given.graph.types[v.base].dtype for v in (a, b)]
-    lead, inner = (ZERO, ZERO, *a.strides)[-2:]
     spec = MatmulSpec(
-        Access(a.base, kinds[0], (lead, inner), offset=a.offset),
+        Access(a.base, kinds[0], left(a), offset=a.offset),
         Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, precision(node),
     )  # fmt: skip
     counts = (m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes))
@@ -79,6 +78,14 @@ def two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]:
         space = (ONE, *space) if outer else (*space, ONE)
         accesses = [x.led() if outer else replace(x, strides=(*x.strides, ZERO)) for x in accesses]
     return (space[0], space[1]), accesses
+
+
+def left(a: View) -> tuple[Dim, Dim]:
+    """Strides of a left operand along its rows, whose leading axes it walks as one, and along the contracted
+    axis. An axis of one has none that counts.
+    """
+    steps = [step for size, step in zip(a.shape[:-1], a.strides, strict=False) if size != ONE]
+    return steps[-1] if steps else ZERO, a.strides[-1]
 
 
 def precision(node: Node) -> str:

@@ -241,6 +241,27 @@ def products_of_reversed_operands(b: Builder) -> Outputs:
     return (b.matmul(b.op("reverse", x, dim=1), b.param("w", B, [16, 8])),)
 
 
+def narrow(b: Builder, x: Value) -> Value:
+    """Two products through 8 columns."""
+    return b.matmul(b.relu(b.matmul(x, b.param("w", B, [16, 8]))), b.param("v", B, [8, 24]))
+
+
+@case
+def products_in_a_row_of_single_positions(b: Builder) -> Outputs:
+    x = b.input("x", B, ["rows", 1, 16])
+    return narrow(b, x), b.matmul(x, b.param("u", B, [16, 40]))
+
+
+@case
+def products_in_a_row_of_axes_exchanged(b: Builder) -> Outputs:
+    return (narrow(b, b.permute(b.input("x", B, [3, "rows", 16]), dims=[1, 0, 2])),)
+
+
+@case
+def products_in_a_row_of_repeated_rows(b: Builder) -> Outputs:
+    return (narrow(b, b.expand(b.input("x", B, ["rows", 1, 16]), shape=["rows", 3, 16])),)
+
+
 @case
 def an_epilogue_wider_than_the_product(b: Builder) -> Outputs:
     x, w = b.input("x", B, ["rows", 8]), b.param("w", B, [8, 1])
