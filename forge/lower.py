@@ -17,7 +17,7 @@ from forge.groups import Group, lowering_kind
 from forge.horizontal import joined
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, gathered, ordered, partition
-from forge.passes.phases import Phase, with_dense_operands
+from forge.passes.phases import Phase, moved_in_place, with_dense_operands
 from forge.plan import Access, ChainTile, JoinedTile, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
 from forge.reuse import in_place
@@ -291,7 +291,7 @@ def _lowered(low: _Lowerer, tag: str) -> tuple[Partition, list[tuple[Group, Lowe
     of its product, as one run of memory, the reductions and the product get groups of their own.
     """
     alone: frozenset[str] = frozenset()
-    graph = low.graph
+    graph = moved_in_place(low.graph)
     low.ways = ways.chosen(graph, dict(views(graph)), low.target, low.sizes, low.kernels.choices)
     low.kernels.choices.products = low.ways.tiles
     while True:

@@ -14,7 +14,7 @@ from forge.groups import lowering_kind
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.save import depends_on, saved_values
 from forge.target import Target
-from forge.views import View, is_dense, views
+from forge.views import View, is_dense, movement, views
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,22 @@ def with_dense_operands(graph: Graph, names: set[str]) -> Graph:
             node = replace(node, inputs=(copy.id, *node.inputs[1:]))
         nodes.append(node)
     return replace(graph, nodes=tuple(nodes))
+
+
+def moved_in_place(graph: Graph) -> Graph:
+    """The graph in which every movement is a view: what none can be made of is copied first. A copy changes
+    what the movements after it are views of.
+    """
+    while True:
+        known = views(graph)
+        at = next((i for i, n in enumerate(graph.nodes) if movement(n) and known[n.id].base == n.id), None)
+        if at is None:
+            return graph
+        node = graph.nodes[at]
+        kind = graph.types[node.tensors[0]]
+        copy = Node(f"{node.id}:whole", "cast", node.tensors[:1], (("dtype", kind.dtype),), (kind,))
+        moved = replace(node, inputs=(copy.id, *node.inputs[1:]))
+        graph = replace(graph, nodes=(*graph.nodes[:at], copy, moved, *graph.nodes[at + 1 :]))
 
 
 def _source(graph: Graph, made: Mapping[str, Node], name: str) -> str:

@@ -113,10 +113,14 @@ class _Pusher:
         return self.builder.graph({name: self.values[name] for name in self.graph.outputs})
 
     def _chain(self, node: Node) -> tuple[str, Steps]:
-        """What a chain of windows reads, and their attributes."""
+        """What a chain of windows reads, and their attributes: one window an axis, so that the positions of
+        each are those of the last."""
         name, steps = node.id, list[tuple[tuple[str, Any], ...]]()
         while name in self.made and movement(self.made[name]) == "window":
-            steps.insert(0, tuple(self.made[name].attrs))
+            attrs = self.made[name].attrs
+            if any(dict(attrs)["dim"] == dict(step)["dim"] for step in steps):
+                break
+            steps.insert(0, tuple(attrs))
             name = self.made[name].tensors[0]
         return name, tuple(steps)
 

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import esper_ir.text as text
+from esper_ir.builder import Builder, Value
 from esper_ir.graph import Blueprint
 from forge.explain import explain
 from forge.lower import PhaseLowering
@@ -268,6 +270,37 @@ def test_few_channels_and_large_filters_stay_library_calls() -> None:
         data["params"] = {"w": {"dtype": "bfloat16", "shape": [shape[-1], *window, 1]}}
         data["nodes"][0]["inputs"] = ["x", "w"]
         assert "conv2d" in calls(front(parsed(data), "h100"))
+
+
+# Windows of windows.
+
+
+def moved(b: Builder, x: Value, *steps: tuple[int, int, int]) -> Value:
+    """Windows (axis, add, size), one of the other."""
+    for axis, add, size in steps:
+        x = b.op("window", x, dim=axis, mul=1, add=add, div=1, size=size)
+    return x
+
+
+TWICE = ((0, -1, 7), (0, -1, 7))
+CHAINS: dict[str, Callable[[Builder, Value, Value], Value]] = {
+    "three": lambda b, x, _: moved(b, x, *TWICE, (0, -2, 8)),
+    "of work": lambda b, x, _: moved(b, b.add(x, 1.0), *TWICE),
+    "of work, another between": lambda b, x, _: moved(b, b.add(x, 1.0), TWICE[0], (1, 1, 5), (0, 1, 8)),
+    "of work on windows": lambda b, x, y: moved(
+        b, b.add(moved(b, x, TWICE[0]), moved(b, y, (1, -1, 5))), TWICE[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_windows_along_one_axis(name: str) -> None:
+    """Two are no view of what the first one reads, and positions of the first are not those of the second."""
+    b = Builder("chain")
+    x, y = b.input("x", "float32", [7, 5]), b.input("y", "float32", [7, 5])
+    blueprint = b.build(b.relu(CHAINS[name](b, x, y)))
+    check(blueprint, {}, "h100")
+    check(blueprint, {}, "cpu", "c")
 
 
 # Triton's interpreter.
