@@ -46,7 +46,7 @@ class _Emission:
         at = len(self.k.plan.space) - 2
         for s in self.k.plan.body:
             if isinstance(s, Load):
-                varies = at in self.k.plan.accesses[s.access].axes
+                varies = at in self.k.plan.accesses[s.access].axes or s.row in out
             else:
                 varies = not isinstance(s, Store) and bool(out & set(getattr(s, "args", ())))
             if varies or isinstance(s, Scan):
@@ -115,7 +115,8 @@ class _Emission:
     # Memory ----------------------------------------------------------------------------------------
 
     def _reads(self, s: Load) -> bool:
-        return self.k.plan.accesses[s.access].buffer != INDEX
+        """From a place that is known before the block; a row of a table is named by a value of the block."""
+        return self.k.plan.accesses[s.access].buffer != INDEX and not s.row
 
     def _index(self, prefix: str = "") -> list[str]:
         rows = self._outer_index()

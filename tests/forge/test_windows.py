@@ -15,9 +15,10 @@ import torch
 import esper_ir.text as text
 from esper_ir.builder import Builder, Value
 from esper_ir.graph import Blueprint
+from forge.emit.triton import emit_kernel
 from forge.explain import explain
 from forge.lower import PhaseLowering
-from forge.plan import Compute, GatherTile, KernelPlan, PlaceTile, Scan, ScanTile
+from forge.plan import Compute, GatherTile, KernelPlan, Load, PlaceTile, Scan, ScanTile
 from forge.service import front
 from forge.work import Work
 from library.launch import ExternStep
@@ -112,6 +113,30 @@ def test_a_lookup_is_read_by_the_norm_and_its_gradient_has_no_sort() -> None:
     assert {"PlaceTile", "GatherTile"} <= {type(p.tile).__name__ for p in plans(work)}
     inference = next(low for low in work.lowerings if low.phase.name == "inference")
     assert len(inference.plan.steps) == 1
+
+
+def running(shape: list[int | str], dim: int) -> dict[str, Any]:
+    """Running sums of rows of a table, along the positions or along a row."""
+    data = document("cumsum", ["rows"], "float32", {"dim": dim})
+    data["inputs"] = {"x": {"dtype": "int64", "shape": shape}}
+    data["params"] = {"e": {"dtype": "float32", "shape": [50, 6]}}
+    look = {"id": "h", "op": "embedding", "inputs": ["x", "e"], "attrs": {}}
+    data["nodes"] = [look, {**data["nodes"][0], "inputs": ["h"]}]
+    return data
+
+
+@pytest.mark.parametrize(("shape", "dim"), [(["rows"], 0), (["rows"], 1), ([2, "rows"], 1)])
+def test_running_values_of_a_lookup_read_the_rows_that_are_named(shape: list[int | str], dim: int) -> None:
+    """In Triton's text no row of the table is loaded before its number is there."""
+    made = plans(front(parsed(running(shape, dim)), "h100"))
+    scans = [p for p in made if isinstance(p.tile, ScanTile) and any(a.table for a in p.accesses)]
+    assert scans
+    for plan in scans:
+        (load,) = (s for s in plan.body if isinstance(s, Load) and s.row)
+        lines = [line.strip() for line in emit_kernel(plan).splitlines()]
+        used = [at for at, line in enumerate(lines) if f"{load.row}.to(" in line]
+        named = [at for at, line in enumerate(lines) if line.startswith(f"{load.row} = ")]
+        assert used and named and named[0] < used[0]
 
 
 def lookup(rows: int, width: int) -> Blueprint:
@@ -313,6 +338,8 @@ CASES: dict[str, dict[str, Any]] = {
     "depthwise": {"blueprint": depthwise_document("unlike axes", "bfloat16"), "dims": {"n": 3}},
     "backwards": {"blueprint": document("cumsum", ["n", "rows"], "float32", {"dim": 1, "reverse": True}),
                   "dims": {"n": 3, "rows": 70}},
+    "running lookup": {"blueprint": running(["rows"], 1), "dims": {"rows": 37}},
+    "running lookups": {"blueprint": running(["rows"], 0), "dims": {"rows": 37}},
     "planes": {"blueprint": document("max_pool2d", *POOLS["overlapping"][:1], "bfloat16",
                                      POOLS["overlapping"][1]), "dims": {}},
 }  # fmt: skip
