@@ -5,7 +5,13 @@ of one layer, so a graph is compiled once and stays right while artifacts come a
 where there is nothing to do it does nothing, and the compiler copies only where somebody else still needs h.
 Otherwise it runs what eager mode runs, on a graph of its own, and `esper::slots_backward_` goes through that;
 the result of the forward is the ticket by which the backward finds it. (`esper::slots` is the same as a
-function with a gradient: what a traced forward calls, and what is taken apart into these two.)
+function with a gradient: what a traced forward calls, and what is taken apart into these.)
+
+Keeping a tensor from the forward to the backward costs as much as all else that a quiet layer does. So the
+layers of one graph share a ticket: each takes that of the layer before it (`esper::slots_next_(h!, ticket,
+key)`) and hands it on, numbered by the first that has something to do, and all backwards look where the
+last points. A layer that is called a second time in a graph begins another. In a part that is computed
+again in the backward each has its own: one of all would have all such parts computed at once.
 
 A call from compiled code into the dispatcher costs as much as a small layer. So inductor, whose compiled
 graphs are Python programs, is told to write a look into one set in its place, and behind it a call of a
@@ -40,7 +46,7 @@ class Through(Protocol):
 
 _layers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _loud: set[str] = set()  # keys of layers that have something to do
-_waiting: dict[int, tuple[str, Callable[[Tensor], None]]] = {}  # by ticket: of which layer, and what g is for
+_waiting: dict[int, dict[str, Callable[[Tensor], None]]] = {}  # by ticket, by key of the layer: what g is for
 # uint64, which no kernel computes with: a compiled graph will not take its memory for a value of its own.
 _NOTHING = torch.zeros((), dtype=torch.uint64)
 _tickets = iter(range(1, 1 << 62))
@@ -48,6 +54,7 @@ _define = torch.library.Library("esper", "FRAGMENT")
 _unsafe = (torch.Tag.cudagraph_unsafe,)  # a recorded graph would repeat what the slots did that day
 _define.define("slots(Tensor h, str key, bool grad) -> (Tensor, Tensor)")
 _define.define("slots_(Tensor(a!) h, str key, bool grad) -> Tensor", tags=_unsafe)
+_define.define("slots_next_(Tensor(a!) h, Tensor ticket, str key) -> Tensor", tags=_unsafe)
 _define.define("slots_backward_(Tensor(a!) g, Tensor ticket, str key) -> ()", tags=_unsafe)
 _Key = torch._C.DispatchKey
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.ADInplaceOrView)
@@ -67,13 +74,22 @@ def hear(key: str, quiet: bool) -> None:
 
 def waiting() -> int:
     """How many forwards wait for their backward."""
-    return len(_waiting)
+    return sum(map(len, _waiting.values()))
 
 
 def forget(key: str) -> None:
     """Drop what forwards of a layer left for backwards that never came."""
-    for ticket in [t for t, (owner, _) in _waiting.items() if owner == key]:
+    for ticket in [t for t, backs in _waiting.items() if key in backs]:
+        _taken(ticket, key)
+
+
+def _taken(ticket: int, key: str) -> Callable[[Tensor], None] | None:
+    """What waits for a backward, which waits no longer."""
+    backs = _waiting.get(ticket)
+    found = backs.pop(key, None) if backs is not None else None
+    if not backs:
         _waiting.pop(ticket, None)
+    return found
 
 
 def through(h: Tensor, key: str) -> Tensor:
@@ -95,16 +111,24 @@ def _slots_backward(g: Tensor, ticket: Tensor, key: str) -> None:
 
 
 def _run(h: Tensor, key: str, grad: bool) -> Tensor:
+    return _run_next(h, _NOTHING, key, grad)
+
+
+def _run_next(h: Tensor, ticket: Tensor, key: str, grad: bool = True) -> Tensor:
+    """The ticket, or a numbered one where the backward must come and it had no number."""
     layer = _layers.get(key)
     if layer is None or layer.quiet:
         _loud.discard(key)
-        return _NOTHING
+        return ticket
     back = layer.watch(h) if layer.watched and grad else _through(layer, h, grad)
     if back is None:
-        return _NOTHING
-    ticket = next(_tickets)
-    _waiting[ticket] = (key, back)
-    return torch.scalar_tensor(ticket, dtype=torch.uint64)
+        return ticket
+    number = 0 if ticket is _NOTHING else int(ticket)
+    if not number:
+        number = next(_tickets)
+        ticket = torch.scalar_tensor(number, dtype=torch.uint64)
+    _waiting.setdefault(number, {})[key] = back
+    return ticket
 
 
 def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | None:
@@ -131,9 +155,9 @@ def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | No
 def _go_back(g: Tensor, ticket: Tensor, key: str) -> None:
     if ticket is _NOTHING:  # of a layer that was quiet
         return
-    found = _waiting.pop(int(ticket), None)
-    if found is not None:
-        found[1](g)
+    back = _taken(int(ticket), key)
+    if back is not None:
+        back(g)
 
 
 def _operator(h: Tensor, key: str, grad: bool) -> Tensor:
@@ -141,13 +165,57 @@ def _operator(h: Tensor, key: str, grad: bool) -> Tensor:
     return ticket.clone() if ticket is _NOTHING else ticket  # an operator's results are its caller's own
 
 
+def _next_operator(h: Tensor, ticket: Tensor, key: str) -> Tensor:
+    made = _run_next(h, ticket, key) if key in _loud else ticket
+    return made.clone() if made is ticket else made
+
+
 def _ticket(h: Tensor, key: str, grad: bool) -> Tensor:
     _tell_inductor()
     return torch.empty((), dtype=torch.uint64, device="cpu")
 
 
+def _next_ticket(h: Tensor, ticket: Tensor, key: str) -> Tensor:
+    return _ticket(h, key, True)
+
+
 def _nothing(g: Tensor, ticket: Tensor, key: str) -> None:
     _tell_inductor()
+
+
+class _Chain:
+    """The layers of a graph that is traced, as far as they share a ticket."""
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer, self.keys, self.last = tracer, set[str](), None
+
+    keys: set[str]
+    last: Tensor | None  # of the newest layer
+
+    def call(self, h: Tensor, key: str) -> Tensor:
+        """The operator, on the ticket of the layer before."""
+        self.keys.add(key)
+        slots = torch.ops.esper
+        self.last = slots.slots_(h, key, True) if self.last is None else slots.slots_next_(h, self.last, key)
+        return self.last
+
+
+_chains: weakref.WeakKeyDictionary[Any, _Chain] = weakref.WeakKeyDictionary()
+
+
+def _chain(key: str) -> _Chain | None:
+    """Where a layer with a gradient stands in a trace that has forward and backward in one graph; None in any
+    other call, and in a part that is computed again (there, tensors are kept by hooks). A part that is traced
+    into a graph of its own has its own."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    if mode is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    proxies: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    tracer = None if proxies is None else proxies.tracer
+    found = _chains.get(mode)
+    if found is None or found.tracer is not tracer or key in found.keys:
+        found = _chains[mode] = _Chain(tracer)
+    return found
 
 
 class _Node(torch.autograd.Function):
@@ -155,15 +223,19 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, key: str, grad: bool) -> tuple[Tensor, Tensor]:
-        y, ticket = _functional(h, key, grad)
-        ctx.key = key
-        ctx.save_for_backward(ticket)
+        ctx.key, ctx.chain = key, _chain(key)
+        if ctx.chain is not None:
+            y = h.clone()
+            ticket = ctx.chain.call(y, key)
+        else:
+            y, ticket = _functional(h, key, grad)
+            ctx.save_for_backward(ticket)
         ctx.mark_non_differentiable(ticket)
         return y, ticket
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        (ticket,) = ctx.saved_tensors
+        ticket = ctx.saved_tensors[0] if ctx.chain is None else ctx.chain.last
         g = cotangents[0].clone()
         torch.ops.esper.slots_backward_(g, ticket, ctx.key)
         return g, None, None
@@ -181,7 +253,11 @@ def _differentiable(h: Tensor, key: str, grad: bool) -> Any:
     return _functional(h, key, grad)
 
 
-for _name, _kernel, _fake in (("slots_", _operator, _ticket), ("slots_backward_", _slots_backward, _nothing)):
+for _name, _kernel, _fake in (
+    ("slots_", _operator, _ticket),
+    ("slots_next_", _next_operator, _next_ticket),
+    ("slots_backward_", _slots_backward, _nothing),
+):
     for _place in ("CPU", "CUDA"):
         _define.impl(_name, _kernel, _place)
     torch.library.register_fake(f"esper::{_name}", _fake, lib=_define)
@@ -193,18 +269,23 @@ _define.impl("slots", _differentiable, "Autograd")
 # -- inductor
 # -------------------------------------------------------------------------------------------------------
 
-NOTHING, LOUD, WAITING, run, run_back = _NOTHING, _loud, _waiting, _run, _go_back
+NOTHING, LOUD, WAITING, run, run_next, run_back = _NOTHING, _loud, _waiting, _run, _run_next, _go_back
 """What compiled programs import: the ticket of layers that are quiet, who is not, and what is called then."""
-_NAMES = ("LOUD", "NOTHING", "WAITING", "run", "run_back")
+_NAMES = ("LOUD", "NOTHING", "WAITING", "run", "run_back", "run_next")
 _IMPORTS = f"from runtime.seeds.traced import {', '.join(f'{n} as esper_{n.lower()}' for n in _NAMES)}"
 _told: list[str] = []
 
 
-def _forward_call(key: str) -> str:
+def _forward_call(node: Any, key: str) -> str:
     return f"esper_nothing if {key!r} not in esper_loud else esper_run"
 
 
-def _backward_call(key: str) -> str:
+def _next_call(node: Any, key: str) -> str:
+    ticket = node.inputs[1].codegen_reference()
+    return f"{ticket} if {key!r} not in esper_loud else esper_run_next"
+
+
+def _backward_call(node: Any, key: str) -> str:
     return "None if not esper_waiting else esper_run_back"
 
 
@@ -212,7 +293,10 @@ def _key_of(args: Any) -> str:
     return next(a for a in args if isinstance(a, str))
 
 
-_CALLS = {"slots_": _forward_call, "slots_backward_": _backward_call}
+Writing = Callable[[Any, str], str]
+_CALLS: dict[str, Writing] = {
+    "slots_": _forward_call, "slots_next_": _next_call, "slots_backward_": _backward_call,
+}  # fmt: skip
 
 
 def _tell_inductor() -> None:
@@ -227,7 +311,7 @@ def _tell_inductor() -> None:
         _told.append(name)
 
 
-def _lowered(lowering: Any, operator: Any, call: Callable[[str], str]) -> Any:
+def _lowered(lowering: Any, operator: Any, call: Writing) -> Any:
     """The usual lowering of an unknown operator, with another text before the arguments of its call in the
     program that is written: a conditional expression, so that they are for its last branch alone."""
     usual = lowering.fallback_handler(operator)
@@ -239,7 +323,7 @@ def _lowered(lowering: Any, operator: Any, call: Callable[[str], str]) -> Any:
         made = usual(*args, **kwargs)
         for node in graph.operations[before:] if not graph.cpp_wrapper else ():
             if getattr(node, "op_overload", None) is operator and type(node) is lowering.ir.FallbackKernel:
-                node.__class__, node.python_kernel_name = written, call(_key_of(args))
+                node.__class__, node.python_kernel_name = written, call(node, _key_of(args))
             node.skip_size_stride_alignment_checks = True  # of the ticket, at every call
         return made
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils as dynamo
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 
 import runtime
 from runtime.seeds import traced
@@ -208,3 +211,81 @@ def test_telemetry_of_a_compiled_layer_is_that_of_an_eager_one() -> None:
         found.append(growth.sites["body"].state.device["health"].clone())
     assert found[0][0, HEALTH.index("samples")] == found[0][0, HEALTH.index("grad_samples")] == 3
     torch.testing.assert_close(found[0], found[1])
+
+
+class Woven(nn.Module):
+    """Sites `a`, `b` and `c`; `a` is called twice, and `how` says by what `b` and `c` are called."""
+
+    def __init__(self, how: Any = None) -> None:
+        super().__init__()
+        self.front, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.how = how if how is not None else lambda part, x: part(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(torch.tanh(self.front(x))))
+        x = self.how(lambda x: torch.tanh(self.b(x)), x)
+        return self.head(self.how(lambda x: torch.tanh(self.c(torch.tanh(self.a(x)))), x))
+
+
+def again(part: Any, x: Tensor) -> Tensor:
+    return checkpoint(part, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", [None, again])
+@pytest.mark.parametrize("loud", ["a", "b", "c"])
+def test_layers_that_share_a_ticket_find_their_own_forwards(ids: dict[str, str], loud: str, how: Any) -> None:
+    """Two forwards wait, in each of which one layer has a graft and another is observed."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        bed = Bed(Woven(how), sites=["a", "b", "c"])
+        bed.slot = bed.growth.slot(f"{loud}/0")
+        bed.send(Verb.REQUEST_GERMINATION, ids["mlp"])
+        bed.growth.commit()
+        bed.growth.measure(bed.slot.id, held_out_gain=0.5, predicted_gain=-0.5, trust_ratio=0.0, activity=1.0,
+                           gradients_finite=True, training_steps=1000.0)  # fmt: skip
+        bed.send(Verb.PROMOTE)
+        bed.growth.commit()
+        assert bed.slot.state is Lifecycle.GRAFTING
+        bed.step(3)
+        for site in bed.growth.sites.values():
+            site.observer = HealthObserver()
+            site.sample(True)
+        call = torch.compile(bed.model, backend="aot_eager", fullgraph=True) if compiled else bed.model
+        losses = [loss_of(call, batch) for batch in batches(2, seed=7)]
+        for loss in losses:
+            bed.optimizer.zero_grad()
+            loss.backward()
+            found.append([p.grad.clone() for p in bed.model.parameters() if p.grad is not None])
+        found.append([g for _, g in sorted(bed.slot.grads.items())])
+        health = [site.state.device["health"].clone() for site in bed.growth.sites.values()]
+        found.append(health if how is None else [])  # what is computed again is observed otherwise
+        bed.optimizer.step()  # what a part that was computed again left from its first forward
+        assert not traced.waiting()
+    assert len(found) == 8 and len(found[0]) >= 8 and found[2]
+    torch.testing.assert_close(found[:4], found[4:])
+
+
+@pytest.mark.parametrize("how", [None, again])
+def test_layers_of_a_graph_share_a_ticket(how: Any) -> None:
+    """But for parts that are computed again: of those, one after the other."""
+    order: list[str] = []
+    tickets: list[int] = []
+
+    def note(graph: Any, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            given = [*node.args[:1], *node.kwargs.values()]
+            order.extend(f"{a}{node.kwargs['key'][-1]}" for a in given if "slots" in str(a))
+        inputs = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+        tickets.append(sum(v.dtype is torch.uint64 for v in inputs if isinstance(v, Tensor)))
+        return make_boxed_func(graph)
+
+    bed = Bed(Woven(how), sites=["b", "c"])
+    backend = aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g), bw_compiler=note)
+    loss_of(torch.compile(bed.model, backend=backend, fullgraph=True), next(bed.data)).backward()
+    forward, backward = "esper.slots_.default", "esper.slots_backward_.default"
+    found = [
+        f"{back}{site}" for site in "cb" for back in ((backward,) if how is None else (forward, backward))
+    ]
+    assert (order, tickets) == (found, [1 if how is None else 0])
