@@ -122,7 +122,7 @@ def compile_(
     from runtime.sandbox import give_way
 
     if background:
-        give_way()
+        give_way(whole=True)
     rows: list[dict[str, Any]] = []
     failed: list[EsperError] = []
     with _errors(as_json), Library.open(library, roles=("compiler",)) as store:

@@ -32,6 +32,7 @@ PASSED = ("LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 MAX_ANSWER_BYTES = 256 << 20
 GRACE_S = 2.0
 LEAST_PRIORITY = 19  # niceness
+RETRIES, RETRY_S = 4, 0.1
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -156,6 +157,8 @@ def _communicate(
             start_new_session=True,
             close_fds=True,
         )
+        if os.getpriority(os.PRIO_PROCESS, 0) == LEAST_PRIORITY:
+            session_gives_way(process.pid)
         if on_start is not None:
             on_start(process.pid)
         try:
@@ -245,9 +248,14 @@ def _raised(error: Mapping[str, Any], module: str) -> EsperError:
     return fail(code, what, node=module, details={"traceback": error.get("traceback", "")})
 
 
-def give_way() -> str:
+def give_way(*, whole: bool = False) -> str:
     """Have this thread, and all that it starts from now on (workers too), run on processors that nobody else
-    wants: beside a training, whose steps then find theirs free. What was reached: "idle", "nice" or ""."""
+    wants: beside a training, whose steps then find theirs free. What was reached: "idle", "nice" or "".
+
+    A kernel with autogroups shares its processors between sessions first, and what a thread asks for counts
+    within its own session alone. So the sessions of its workers give way too; and that of this process, if
+    all of it does (`whole`) and leads one (under `setsid`, cron or systemd). In a terminal the session is the
+    shell's, and is left as it is."""
     reached = ""
     try:
         os.setpriority(os.PRIO_PROCESS, 0, LEAST_PRIORITY)
@@ -255,8 +263,23 @@ def give_way() -> str:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         reached = "idle"
     except (AttributeError, OSError):  # another system, or a sandbox that forbids it
-        return reached
+        pass
+    if reached and whole and os.getsid(0) == os.getpid():
+        session_gives_way(os.getpid())
     return reached
+
+
+def session_gives_way(leader: int) -> None:
+    """Have the session that a process leads yield to all others, where the kernel groups by sessions."""
+    for _ in range(RETRIES):
+        try:
+            Path(f"/proc/{leader}/autogroup").write_text(str(LEAST_PRIORITY), encoding="ascii")
+        except BlockingIOError:  # somebody on this machine did so within the last tenth of a second
+            time.sleep(RETRY_S)
+        except OSError:
+            return
+        else:
+            return
 
 
 def levels_here() -> Sequence[str]:

@@ -166,7 +166,7 @@ class Busy:
             "import os; from pathlib import Path; from forge.service import compile_file\n"
             "from library.store import Library\n"
             "from runtime.sandbox import give_way\n"
-            "give_way()\n"
+            "give_way(whole=True)\n"
             f"os.sched_setaffinity(0, {sorted(cores.others())!r})\n"
             f"place = Path({folder!r})\n"
             "number = 0\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.runtime.test_executor import refusal
 
 WORKER = "tests.runtime.worker"
 SHORT = Limits(seconds=30)
+AUTOGROUP = Path("/proc/self/autogroup")
 LEVELS = sandbox.levels_here()
 FILES = pytest.mark.skipif("landlock" not in LEVELS, reason="this kernel has no Landlock")
 CALLS = pytest.mark.skipif("full" not in LEVELS, reason="this kernel has no seccomp")
@@ -131,3 +134,32 @@ def test_a_thread_that_gives_way_and_what_it_starts_run_last() -> None:
     thread.join()
     assert found == [(found[0][0], sandbox.LEAST_PRIORITY, sandbox.LEAST_PRIORITY)] and found[0][0]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not group by sessions")
+def test_the_sessions_of_what_gives_way_do_too() -> None:
+    """And no other: not this one, nor those of workers beside it."""
+    found: list[str] = []
+
+    def give_way() -> None:
+        sandbox.give_way()
+        found.append(work("session", until=sandbox.LEAST_PRIORITY))
+
+    own = AUTOGROUP.read_text(encoding="ascii")
+    thread = threading.Thread(target=give_way)
+    thread.start()
+    thread.join()
+    assert found[0].endswith(f"nice {sandbox.LEAST_PRIORITY}\n")
+    assert work("session", until=0).endswith("nice 0\n")
+    assert AUTOGROUP.read_text(encoding="ascii") == own
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not group by sessions")
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_process_that_gives_way_as_a_whole_speaks_for_a_session_it_leads(leads: bool) -> None:
+    code = "from runtime.sandbox import give_way as f; f(whole=True); print(open('/proc/self/autogroup').read())"
+    own = AUTOGROUP.read_text(encoding="ascii")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           start_new_session=leads)  # fmt: skip
+    assert (f"nice {sandbox.LEAST_PRIORITY}" in found.stdout) is leads
+    assert AUTOGROUP.read_text(encoding="ascii") == own

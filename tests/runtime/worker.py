@@ -26,6 +26,17 @@ def environment(request: dict[str, Any]) -> dict[str, str]:
     return dict(os.environ)
 
 
+def session(request: dict[str, Any]) -> str:
+    """What the kernel says of the session; its leader may have been told a moment later."""
+    found = ""
+    for _ in range(100):
+        found = Path("/proc/self/autogroup").read_text(encoding="ascii")
+        if found.endswith(f"nice {request['until']}\n"):
+            break
+        time.sleep(0.01)
+    return found
+
+
 def niceness(request: dict[str, Any]) -> int:
     return os.getpriority(os.PRIO_PROCESS, 0)
 
