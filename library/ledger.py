@@ -64,6 +64,14 @@ def state(index: Index) -> tuple[int, Frontier]:
         raise fail("E0760", f"ledger state is damaged: {error}") from error
 
 
+def size(index: Index) -> int:
+    """How many entries the database says there are. E0760 when it does not say."""
+    row = index.row("SELECT size FROM ledger_state")
+    if row is None:
+        raise fail("E0760", "the ledger has no state row")
+    return row[0]
+
+
 def entries(index: Index, *, after: int = 0, subject: str | None = None) -> Iterator[LedgerEntry]:
     """Entries with sequence above `after`, in order, of one subject where given."""
     step = 1000

@@ -111,6 +111,7 @@ class Block(nn.Module):
         functional: bool = False,
         device: torch.device | None = None,
         debug: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         entry = handle.entry
@@ -124,7 +125,8 @@ class Block(nn.Module):
             _flat=functional or entry.flat,
         )  # fmt: skip
         if own:
-            parameters.attach(self, entry.leaves, device if device is not None else entry.program.device)
+            place = device if device is not None else entry.program.device
+            parameters.attach(self, entry.leaves, place, generator)
         self._bind()
 
     def _bind(self) -> None:
@@ -423,8 +425,10 @@ def build(
     fallback: str = "error",
     dispatch: str = "auto",
     debug: bool = False,
+    generator: torch.Generator | None = None,
 ) -> Block:
-    """What `runtime.load` does; see there."""
+    """What `runtime.load` does; see there. `generator`: what parameters are drawn from, in place of the
+    process's own (on the processor)."""
     for value, known, what in ((fallback, FALLBACK, "fallback"), (dispatch, DISPATCH, "dispatch")):
         if value not in known:
             raise fail("E0819", f"{what}={value!r}", hint=f"one of {', '.join(known)}")
@@ -443,4 +447,5 @@ def build(
         functional=functional,
         device=made,
         debug=debug,
+        generator=generator,
     )

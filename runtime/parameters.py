@@ -47,14 +47,15 @@ class Leaf:
     trained: bool
     written: Mapping[str, Any]
 
-    def value(self, device: torch.device | None) -> Tensor:
-        """A fresh one. On the meta device nothing is drawn."""
+    def value(self, device: torch.device | None, generator: torch.Generator | None = None) -> Tensor:
+        """A fresh one, drawn on the processor (None: by its default generator). On the meta device nothing is
+        drawn."""
         if device is not None and device.type == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         if self.spec.kind == "constant":
             made = _constant(self.spec, self.written.get("data"), self.shape, self.dtype)
         else:
-            made = _draw(self.written.get("init") or "zeros", self.shape, self.dtype)
+            made = _draw(self.written.get("init") or "zeros", self.shape, self.dtype, generator)
         return made.to(device)
 
 
@@ -84,7 +85,9 @@ def _constant(spec: TensorSpec, data: Any, shape: list[int], dtype: torch.dtype)
     return found.reshape(shape).to(dtype)
 
 
-def _draw(init: str | Mapping[str, Any], shape: list[int], dtype: torch.dtype) -> Tensor:
+def _draw(
+    init: str | Mapping[str, Any], shape: list[int], dtype: torch.dtype, generator: torch.Generator | None
+) -> Tensor:
     given: dict[str, Any] = {"kind": init} if isinstance(init, str) else dict(init)
     kind = given.pop("kind")
     draw = torch.float64 if dtype is torch.float64 else torch.float32
@@ -96,12 +99,12 @@ def _draw(init: str | Mapping[str, Any], shape: list[int], dtype: torch.dtype) -
     elif kind == "eye":
         value = torch.eye(*shape, dtype=draw, device="cpu") if len(shape) == 2 else value.fill_(1.0)
     elif kind == "normal":
-        value.normal_(given.get("mean", 0.0), given.get("std", 1.0))
+        value.normal_(given.get("mean", 0.0), given.get("std", 1.0), generator=generator)
     elif kind == "uniform":
-        value.uniform_(given.get("low", 0.0), given.get("high", 1.0))
+        value.uniform_(given.get("low", 0.0), given.get("high", 1.0), generator=generator)
     elif kind in ("kaiming_uniform", "xavier_uniform"):
         bound = _bound(kind, given, shape)
-        value.uniform_(-bound, bound)
+        value.uniform_(-bound, bound, generator=generator)
     elif kind != "zeros":
         raise fail("E0809", f"unknown initialiser {kind!r}")
     return value.to(dtype)
@@ -126,11 +129,16 @@ def leaves_of(
     return tuple(leaf_of(s, text, differentiable) for kind in SECTIONS for s in specs if s.kind == kind)
 
 
-def attach(root: nn.Module, leaves: Sequence[Leaf], device: torch.device | None) -> None:
-    """Register every leaf under its own name, dots as nested modules."""
+def attach(
+    root: nn.Module,
+    leaves: Sequence[Leaf],
+    device: torch.device | None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Register every leaf under its own name, dots as nested modules; values are those of `Leaf.value`."""
     for leaf in leaves:
         owner = _owner(root, leaf.path) if leaf.path else root
-        value = leaf.value(device)
+        value = leaf.value(device, generator)
         if leaf.spec.kind == "param":
             owner.register_parameter(leaf.name, nn.Parameter(value, requires_grad=leaf.trained))
         else:

@@ -39,7 +39,7 @@ from runtime.seeds.lifecycle import (
     choose,
     moves_from,
 )
-from runtime.seeds.seed import Seed, declared_by, known_facts, make, probe
+from runtime.seeds.seed import Seed, declared, known_facts, make, probe
 
 ROUNDS = 16
 S = Lifecycle
@@ -252,13 +252,13 @@ def _build(growth: Any, ready: Prepared, slot: Slot) -> None:
     grouped = not named
     if named and growth.surgeon is not None:
         grouped = ready.inserted = growth.surgeon.insert(slot.id, named, slot.graft.lr_scale)
-    declared = declared_by(seed.block.program.interface)["parameters"]
+    wanted = declared(seed.digest, seed.block.program.interface)["parameters"]
     own = sum(p.numel() for n, p in named.items() if n != "gate")
     ready.numbers = {
         "bytes_verified": True,
         "probe_finite": found.finite and not seed.broken,
         "probe_shape": found.shape,
-        "parameters_as_declared": declared == own,
+        "parameters_as_declared": wanted == own,
         "group_inserted": grouped,
     }
 

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -147,7 +147,18 @@ def line_hash(previous: str, body: Mapping[str, Any]) -> str:
     return _hash(previous, _text(body))
 
 
-_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=True).encode
+def _encoder() -> Callable[[Any], str]:
+    """What writes a line: JSON without blanks, keys sorted. `JSONEncoder.encode` makes its part in C anew for
+    each document, which takes as long as the writing; that part is made once where there is one."""
+    whole = json.JSONEncoder(sort_keys=True, separators=(",", ":"), check_circular=False)
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return whole.encode
+    in_c = make(None, whole.default, json.encoder.encode_basestring_ascii, None, ":", ",", True, False, True)
+    return lambda document: "".join(in_c(document, 0))
+
+
+_text = _encoder()
 
 
 def _hash(previous: str, text: str) -> str:

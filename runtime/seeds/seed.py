@@ -243,19 +243,18 @@ def probe(seed: Seed, spec: Spec) -> Probe:
     """Call a seed on made-up values of the layer's shape; the first time also backward, and timed. Nothing of
     it stays."""
     key = (seed.digest, seed.graft.operator, spec)
-    with same_random(spec.device):
-        h = _known.input(spec)
-        exec_us = _known.exec_us.get(key)
-        with torch.set_grad_enabled(exec_us is None):
-            z = seed(h)
-        finite = _finite(z.detach())
-        if exec_us is None:
-            named = seed.named()
-            found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
-            finite = finite and all(map(_finite, found))
-            exec_us = round(sorted(_timed(seed, h) for _ in range(PROBES))[PROBES // 2] * 1e6)
-            if finite and not seed.broken:
-                keep(_known.exec_us, key, exec_us, _Timed.MOST)
+    h = _known.input(spec)
+    exec_us = _known.exec_us.get(key)
+    with torch.set_grad_enabled(exec_us is None):
+        z = seed(h)
+    finite = _finite(z.detach())
+    if exec_us is None:
+        named = seed.named()
+        found = list(torch.autograd.grad(z.float().sum(), list(named.values()))) if named else []
+        finite = finite and all(map(_finite, found))
+        exec_us = round(sorted(_timed(seed, h) for _ in range(PROBES))[PROBES // 2] * 1e6)
+        if finite and not seed.broken:
+            keep(_known.exec_us, key, exec_us, _Timed.MOST)
     return Probe(finite, z.shape == h.shape and z.dtype is h.dtype, exec_us)
 
 
@@ -289,17 +288,14 @@ def make(
     """Load, verify and build a seed with parameters drawn from `key` (the same on every rank), the process's
     random numbers untouched. Errors: those of `runtime.load`, and the codes of `layout_of`."""
     device = spec.device
-    with same_random(device):
-        torch.default_generator.manual_seed(key)
-        block = build(
-            artifact_id, device=device, library=library, fallback="eager", allow_unvalidated=unvalidated
-        )
+    block = build(
+        artifact_id, device=device, library=library, fallback="eager", allow_unvalidated=unvalidated,
+        generator=torch.Generator().manual_seed(key),
+    )  # fmt: skip
     judged = _fitted(block.program.interface, block.record.digest, spec)
     if isinstance(judged, Rejected):
         raise EsperError(judged.code, f"{artifact_id}: {judged.reason}", node=artifact_id)
-    seed = Seed(block, judged.value, graft, features, block.record.digest)
-    seed.learn(True)
-    return seed
+    return Seed(block, judged.value, graft, features, block.record.digest)
 
 
 def state_in_library(library: Any, artifact_id: str) -> str:
@@ -320,7 +316,7 @@ def known_facts(
     if state == VALIDATED or (unvalidated and state == PENDING_BENCHMARKING):
         device = None if spec is None else spec.device
         entry = loader.load_entry(artifact_id, device=device, library=library, allow_unvalidated=unvalidated)
-        facts |= declared_by(entry.program.interface)
+        facts |= declared(entry.record.digest, entry.program.interface)
         if spec is not None:
             judged = _fitted(entry.program.interface, entry.record.digest, spec)
             wrong = judged.code if isinstance(judged, Rejected) else ""
@@ -349,7 +345,7 @@ def _standing(opened: Library, artifact_id: str) -> tuple[str, dict[str, Number]
     the library's ledger has grown, in which every change of a state is an entry, or its trust changed; not
     at every boundary."""
     key = (str(opened.home), artifact_id)
-    size, trust = ledger.state(opened.index)[0], opened.trust.document()
+    size, trust = ledger.size(opened.index), opened.trust.document()
     known = _standings.get(key)
     if known is None or known[0] != size or known[1] is not trust:
         record = opened.record(artifact_id)
@@ -373,8 +369,19 @@ def _judged(opened: Library, record: ArtifactRecord) -> dict[str, Number]:
     return facts
 
 
-def declared_by(interface: Interface) -> dict[str, float]:
-    """How many parameters learn, and bytes of all of them."""
+def declared(digest: str, interface: Interface) -> dict[str, float]:
+    """How many parameters learn, and bytes of all of them; counted once for the bytes of an artifact."""
+    found = _declared.get(digest)
+    if found is None:
+        found = _counted(interface)
+        keep(_declared, digest, found, 256)
+    return found
+
+
+_declared: dict[str, dict[str, float]] = {}
+
+
+def _counted(interface: Interface) -> dict[str, float]:
     leaves = [s for s in interface.inputs if s.kind == "param"]
     sizes = [math.prod(n for n in s.shape if isinstance(n, int)) for s in leaves]
     learn = [n for s, n in zip(leaves, sizes, strict=True) if s.name in interface.differentiable]

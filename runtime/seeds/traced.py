@@ -187,17 +187,16 @@ class _Chain:
     """The layers of a graph that is traced, as far as they share a ticket."""
 
     def __init__(self, tracer: Any) -> None:
-        self.tracer, self.keys, self.last = tracer, set[str](), None
-
-    keys: set[str]
-    last: Tensor | None  # of the newest layer
+        self.tracer, self.keys = tracer, set[str]()
+        self.last: Tensor | None = None  # of the newest layer
 
     def call(self, h: Tensor, key: str) -> Tensor:
         """The operator, on the ticket of the layer before."""
         self.keys.add(key)
-        slots = torch.ops.esper
-        self.last = slots.slots_(h, key, True) if self.last is None else slots.slots_next_(h, self.last, key)
-        return self.last
+        slots, last = torch.ops.esper, self.last
+        made: Tensor = slots.slots_(h, key, True) if last is None else slots.slots_next_(h, last, key)
+        self.last = made
+        return made
 
 
 _chains: weakref.WeakKeyDictionary[Any, _Chain] = weakref.WeakKeyDictionary()
@@ -208,7 +207,8 @@ def _chain(key: str) -> _Chain | None:
     other call, and in a part that is computed again (there, tensors are kept by hooks). A part that is traced
     into a graph of its own has its own."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    if mode is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if mode is None or autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
     proxies: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     tracer = None if proxies is None else proxies.tracer
