@@ -157,7 +157,7 @@ def test_the_sessions_of_what_gives_way_do_too() -> None:
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not group by sessions")
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_process_that_gives_way_as_a_whole_speaks_for_a_session_it_leads(leads: bool) -> None:
-    code = "from runtime.sandbox import give_way as f; f(whole=True); print(open('/proc/self/autogroup').read())"
+    code = "from runtime.sandbox import *; give_way(whole=True); print(open('/proc/self/autogroup').read())"
     own = AUTOGROUP.read_text(encoding="ascii")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                            start_new_session=leads)  # fmt: skip
