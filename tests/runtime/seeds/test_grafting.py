@@ -15,7 +15,9 @@ from runtime.seeds.commands import Graft, GraftingStrategy
 from runtime.seeds.evidence import mean_of, over_ranks
 from runtime.seeds.grafting import CURVES, OPERATORS, Reading, alpha_at, blend, effective, progress
 from runtime.seeds.lifecycle import Lifecycle, Limits, Verb
+from runtime.seeds.seed import Spec, make
 from runtime.seeds.state import COLUMNS, StateTensor, artifact_prefix, offsets
+from tests.runtime.seeds.conftest import Ids
 from tests.runtime.seeds.garden import LIMITS, WIDTH, Bed, Net, batches, loss_of, net, some, validate
 from tests.runtime.seeds.test_zero_impact import Checkpointed, Reentrant
 
@@ -424,3 +426,19 @@ def test_the_model_moves_and_everything_of_it(ids: dict[str, str]) -> None:
     assert {n for n, _ in bed.model.named_parameters()} == keys
     loss_of(bed.model, batches(1)[0]).backward()
     assert all(p.grad is None for p in bed.slot.seed.parameters())  # kept apart from what the host sees
+
+
+def test_the_parameters_of_a_seed_come_from_its_key_alone(ids: Ids) -> None:
+    """As the process's own random numbers would give them from that seed; those stay what they are."""
+    spec = Spec((8, WIDTH), torch.float32, torch.device("cpu"))
+    before = torch.get_rng_state()
+    first, again, other = (make(ids["mlp"], None, spec, WIDTH, Graft(), key) for key in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(7)
+    by_hand = runtime.load(ids["mlp"])
+    torch.set_rng_state(before)
+    values = [[p.detach() for _, p in m.named_parameters()] for m in (first.block, again.block, by_hand)]
+    assert values[0] and all(map(torch.equal, values[0], values[1]))
+    assert all(map(torch.equal, values[0], values[2]))
+    assert not all(map(torch.equal, values[0], [p.detach() for _, p in other.block.named_parameters()]))
+    assert all(p.requires_grad for p in first.named().values())
