@@ -234,10 +234,10 @@ class Site:
         self.watched = on and not self._busy
         traced.hear(self.key, self.quiet)
 
-    def run(self, h: Tensor) -> Tensor:
-        """The layer's result from the host's."""
+    def run(self, h: Tensor, counts: bool = True) -> Tensor:
+        """The layer's result from the host's; `counts` as in `watch`."""
         if self.sampling and torch.is_grad_enabled():  # not a validation
-            hear = self.watch(h)
+            hear = self.watch(h, counts)
             if hear is not None and h.requires_grad:
                 _hook(h, hear)
         else:
@@ -261,28 +261,45 @@ class Site:
             self.state.move(h.device)
             self.refresh()
 
-    def watch(self, h: Tensor) -> Callable[[Tensor], None] | None:
-        """Have h observed; what has its gradient observed. Nothing in a forward that is computed again."""
+    def watch(self, h: Tensor, counts: bool = True) -> Callable[[Tensor], None] | None:
+        """Have h observed; what has its gradient observed. `counts` False where h was observed before, in
+        the forward that this one repeats: then for its gradient alone."""
         attend = self._attend
         hear = attend(self, h) if attend is not None and graph_task() == -1 else None
-        return hear if hear is not None else self._seated(h)
+        if hear is None:
+            hear = self._again(h, counts) if recomputing() else self._seated(h)
+        return hear
 
-    def _seated(self, h: Tensor) -> Callable[[Tensor], None] | None:
+    def _again(self, h: Tensor, counts: bool) -> Callable[[Tensor], None]:
+        """The same in a forward that is computed again, all of it as the gradient comes. For only then is h of
+        the graph that the backward goes through: else the first forward is, and was observed."""
+        self._see(h)
+        kept = h.detach().clone()
+
+        def heard(g: Tensor) -> None:
+            hear = self._seated(kept, counts)
+            if hear is not None:
+                hear(g)
+
+        return heard
+
+    def _seated(self, h: Tensor, counts: bool = True) -> Callable[[Tensor], None] | None:
         """The same where the observer has not met results like this one, or takes each half by itself."""
         self._see(h)
         observer: Any = self.observer
         columns = self.state.device["health"]
-        if observer is None or recomputing() or h.numel() == 0:
+        if observer is None or h.numel() == 0:
             return None
         if hasattr(observer, "seat") and observer.seat(self, h, columns):
-            return observer.attend(self, h)
+            return observer.attend(self, h, counts)
 
         @torch.no_grad()
         def gradient(g: Tensor) -> None:
             observer.gradient(self, g.detach(), columns)
 
-        with torch.no_grad():
-            observer.activation(self, h.detach(), columns)
+        if counts:
+            with torch.no_grad():
+                observer.activation(self, h.detach(), columns)
         return gradient
 
     # -- slots

@@ -134,12 +134,13 @@ class _Branch:
 class _Seat:
     """What stays the same from one sampled step of a site to the next: the spec of its result (the site's own
     object), whether that is rows of fp32 as it lies, and where everything is, as `_health.c` takes it.
-    `held`: the tensors that `place` points to."""
+    `aside`: the same with other columns, which nobody reads. `held`: the tensors that both point to."""
 
     spec: Any
     plain: bool
     gains: bool
     place: bytes
+    aside: bytes
     held: tuple[Tensor, ...]
 
 
@@ -201,10 +202,10 @@ class HealthObserver:
         if branch is not None:
             branch.meet(flat)
 
-    def attend(self, site: Any, h: Tensor) -> Callable[[Tensor], None] | None:
+    def attend(self, site: Any, h: Tensor, counts: bool = True) -> Callable[[Tensor], None] | None:
         """`activation` by `_health.c`, and a function that is `gradient` for this forward; None where the
         site has no seat for such a result. One call each that touches little else: a sampled step comes too
-        rarely to find its code in the caches."""
+        rarely to find its code in the caches. `counts` False where h was observed before."""
         seat = self._seats.get(site.name)
         if (
             seat is None
@@ -217,7 +218,7 @@ class HealthObserver:
             return None
         if not (seat.plain and h.is_contiguous()):
             h = rows_of(h.detach()).contiguous()
-        return _Ear(seat, _native.activation(seat.place, h.data_ptr()))
+        return _Ear(seat, _native.activation(seat.place if counts else seat.aside, h.data_ptr()))
 
     def seat(self, site: Any, h: Tensor, columns: Tensor) -> bool:
         """Make a site's seat for results like `h`, which the site has seen (`site.spec`). False on a card, or
@@ -227,8 +228,9 @@ class HealthObserver:
         rows = rows_of(h.detach())
         branch = self._branch(site, rows.shape[1], rows.device) if self.gains else None
         place, held = _place(columns, rows, branch)
+        aside, also = _place(torch.zeros_like(columns), rows, branch)
         plain = h.dim() in (2, 3) and h.dtype is torch.float32
-        self._seats[site.name] = _Seat(site.spec, plain, self.gains, place, held)
+        self._seats[site.name] = _Seat(site.spec, plain, self.gains, place, aside, (*held, also[0]))
         return True
 
     # -- at a boundary

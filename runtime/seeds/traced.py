@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from runtime.inlined import with_line
+from runtime.state import graph_task
 
 
 class Through(Protocol):
@@ -39,9 +40,9 @@ class Through(Protocol):
     quiet: bool
     watched: bool  # nothing but telemetry
 
-    def run(self, h: Tensor) -> Tensor: ...
+    def run(self, h: Tensor, counts: bool) -> Tensor: ...
 
-    def watch(self, h: Tensor) -> Callable[[Tensor], None] | None: ...
+    def watch(self, h: Tensor, counts: bool) -> Callable[[Tensor], None] | None: ...
 
 
 _layers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -49,7 +50,7 @@ _loud: set[str] = set()  # keys of layers that have something to do
 _waiting: dict[int, dict[str, Callable[[Tensor], None]]] = {}  # by ticket, by key of the layer: what g is for
 # uint64, which no kernel computes with: a compiled graph will not take its memory for a value of its own.
 _NOTHING = torch.zeros((), dtype=torch.uint64)
-_tickets = iter(range(1, 1 << 62))
+_tickets = iter(range(2, 1 << 62, 2))  # and one more in a backward
 _define = torch.library.Library("esper", "FRAGMENT")
 _unsafe = (torch.Tag.cudagraph_unsafe,)  # a recorded graph would repeat what the slots did that day
 _define.define("slots(Tensor h, str key, bool grad) -> (Tensor, Tensor)")
@@ -120,24 +121,32 @@ def _run_next(h: Tensor, ticket: Tensor, key: str, grad: bool = True) -> Tensor:
     if layer is None or layer.quiet:
         _loud.discard(key)
         return ticket
-    back = layer.watch(h) if layer.watched and grad else _through(layer, h, grad)
+    again = graph_task() != -1
+    counts = not (again and _began(key))
+    back = layer.watch(h, counts) if layer.watched and grad else _through(layer, h, grad, counts)
     if back is None:
         return ticket
     number = 0 if ticket is _NOTHING else int(ticket)
     if not number:
-        number = next(_tickets)
+        number = next(_tickets) + again
         ticket = torch.scalar_tensor(number, dtype=torch.uint64)
     _waiting.setdefault(number, {})[key] = back
     return ticket
 
 
-def _through(layer: Any, h: Tensor, grad: bool) -> Callable[[Tensor], None] | None:
+def _began(key: str) -> bool:
+    """Whether a forward outside of a backward left something that waits: where parts are computed again the
+    backward is given that of the second forward alone."""
+    return any(not number & 1 and key in backs for number, backs in _waiting.items())
+
+
+def _through(layer: Any, h: Tensor, grad: bool, counts: bool) -> Callable[[Tensor], None] | None:
     """h becomes what the layer makes of it; what turns the gradient of that into the gradient of h."""
     with _with_autograd(), torch.set_grad_enabled(grad):
         # A compiled graph writes over its buffers when it has no more use for them: what the backward will
         # need of this layer's input and result has to lie in memory of its own.
         x = (h.detach().clone() if grad else h.detach()).requires_grad_(grad)
-        y = layer.run(x)
+        y = layer.run(x, counts)
     if y is not x:
         with torch.no_grad():
             h.copy_(y.detach())

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import runtime
-from runtime.seeds import traced
+from runtime.seeds import telemetry, traced
 from runtime.seeds.commands import KasminaControlCommand
 from runtime.seeds.growth import Growth
 from runtime.seeds.lifecycle import Lifecycle, Verb
@@ -232,6 +232,49 @@ def again(part: Any, x: Tensor) -> Tensor:
     return checkpoint(part, x, use_reentrant=False)
 
 
+def reentrant(part: Any, x: Tensor) -> Tensor:
+    return checkpoint(part, x, use_reentrant=True)
+
+
+def of_compiled(how: Any) -> Any:
+    """The part is compiled and called by the eager model."""
+    return lambda part, x: how(torch.compile(part, backend="aot_eager", fullgraph=True), x)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("native", [True, False])
+def test_what_is_computed_again_is_observed_once(
+    ids: dict[str, str], native: bool, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager and compiled, by either kind of checkpoint: as without one. `busy`: below a graft."""
+    if not native:
+        monkeypatch.setattr(telemetry, "_native", None)
+
+    def health(how: Any, compiled: bool = False) -> Tensor:
+        torch.manual_seed(0)
+        bed = Bed(Woven(how), sites=["a", "b", "c"])
+        if busy:
+            bed.slot = bed.growth.slot("b/0")
+            bed.bring(ids["mlp"], "GRAFTING")
+        bed.growth.observe(HealthObserver(), every=2)
+        for site in bed.growth.sites.values():
+            site.state.device["health"].zero_()
+        call = torch.compile(bed.model, backend="aot_eager") if compiled else bed.model
+        for batch in batches(6, seed=3):
+            bed.optimizer.zero_grad()
+            for _ in range(2):
+                loss_of(call, batch).backward()
+            bed.optimizer.step()
+        bed.growth.observer.close_epoch(bed.growth.sites)
+        return torch.stack([bed.growth.sites[name].state.device["health"][0] for name in "bc"])
+
+    plain = health(None)
+    assert plain[0, HEALTH.index("samples")] == plain[0, HEALTH.index("grad_samples")] > 1
+    for how in (again, reentrant):
+        for found in (health(how), health(how, compiled=True), health(of_compiled(how))):
+            torch.testing.assert_close(found, plain)
+
+
 @pytest.mark.parametrize("how", [None, again])
 @pytest.mark.parametrize("loud", ["a", "b", "c"])
 def test_layers_that_share_a_ticket_find_their_own_forwards(ids: dict[str, str], loud: str, how: Any) -> None:
@@ -260,7 +303,7 @@ def test_layers_that_share_a_ticket_find_their_own_forwards(ids: dict[str, str],
             found.append([p.grad.clone() for p in bed.model.parameters() if p.grad is not None])
         found.append([g for _, g in sorted(bed.slot.grads.items())])
         health = [site.state.device["health"].clone() for site in bed.growth.sites.values()]
-        found.append(health if how is None else [])  # what is computed again is observed otherwise
+        found.append(health)
         bed.optimizer.step()  # what a part that was computed again left from its first forward
         assert not traced.waiting()
     assert len(found) == 8 and len(found[0]) >= 8 and found[2]
