@@ -141,10 +141,12 @@ def _pow(a: Expr, b: Expr, y: Expr) -> tuple[Expr, Expr]:
 
 
 def _extremum(a: Expr, b: Expr, name: str) -> tuple[Expr, Expr]:
-    """Equal operands share the cotangent, as in torch."""
-    half = prim("eq", a, b)
-    first = prim("gt" if name == "maximum" else "lt", a, b)
-    return where(half, Const(0.5), where(first, ONE, ZERO)), where(half, Const(0.5), where(first, ZERO, ONE))
+    """As in torch: equal operands share the cotangent, and both get all of it where one is NaN."""
+    less, more = prim("lt", a, b), prim("gt", a, b)
+    if name == "minimum":
+        less, more = more, less
+    share = where(prim("eq", a, b), Const(0.5), ONE)
+    return where(less, ZERO, share), where(more, ZERO, share)
 
 
 def partials(expr: Prim) -> tuple[Expr, ...]:
@@ -163,6 +165,7 @@ def partials(expr: Prim) -> tuple[Expr, ...]:
         return _pow(a, b, expr)
     if name == "atan2":
         norm = prim("add", square(a), square(b))
+        norm = where(prim("eq", norm, 0.0), ONE, norm)  # zero at the origin, as in torch
         return prim("div", b, norm), prim("div", neg(a), norm)
     table = {
         "add": (ONE, ONE),

@@ -93,12 +93,12 @@ def _mish_derivative(attrs: Attrs) -> tuple[Expr]:
 
 
 def _elu_like(scale: float, alpha: float, rate: float) -> tuple[Expr, tuple[Expr]]:
-    """scale * (x where x > 0, else alpha * expm1(rate * x)), and its derivative."""
+    """scale * (alpha * expm1(rate * x) where x <= 0, else x), and its derivative."""
     below = prim("mul", scale * alpha, prim("expm1", prim("mul", X, rate)))
     above: Expr = X if scale == 1.0 else prim("mul", X, scale)
     slope = prim("mul", scale * alpha * rate, prim("exp", prim("mul", X, rate)))
-    positive = prim("gt", X, 0.0)
-    return _where(positive, above, below), (_where(positive, scale, slope),)
+    negative = prim("le", X, 0.0)
+    return _where(negative, below, above), (_where(negative, slope, scale),)
 
 
 SELU = _elu_like(1.0507009873554804934193349852946, 1.6732632423543772848170429916717, 1.0)
@@ -203,7 +203,7 @@ OPS = (
                (number("min_val", -1.0), number("max_val", 1.0)), ({}, {"min_val": -0.5, "max_val": 2.0}),
                (lambda a: a["min_val"] <= a["max_val"], "min_val is at most max_val")),
     activation("hardsigmoid", _hardsigmoid,
-               lambda a: (_where(_inside(-3.0, 3.0), 0.0, 1.0 / 6.0),)),
+               lambda a: (_where(prim("and", prim("gt", X, -3.0), prim("lt", X, 3.0)), 1.0 / 6.0, 0.0),)),
     activation("hardswish", _hardswish, _hardswish_derivative),
     activation("softsign", _softsign, _softsign_derivative),
     activation("tanhshrink", lambda a: prim("sub", X, prim("tanh", X)),

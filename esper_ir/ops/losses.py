@@ -114,9 +114,10 @@ def _poisson(emit: Emit, v: Sequence[Val], attrs: Attrs) -> Val:
 
 
 def _gaussian(emit: Emit, v: Sequence[Val], attrs: Attrs) -> Val:
-    """0.5 (log var + (x - t)^2 / var), var clamped from below without a gradient there."""
+    """0.5 (log var + (x - t)^2 / var), var clamped from below behind autograd's back, as torch does."""
     x, t, var = v
-    var = emit("maximum", var, attrs["eps"])
+    least = emit("add", emit("sub", var, emit("detach", var)), attrs["eps"])
+    var = emit("where", emit("lt", var, attrs["eps"]), least, var)
     loss = emit("add", emit("log", var), emit("div", emit("square", emit("sub", x, t)), var))
     loss = emit("mul", loss, 0.5)
     return emit("add", loss, 0.5 * math.log(2.0 * math.pi)) if attrs["full"] else loss

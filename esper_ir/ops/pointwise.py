@@ -189,8 +189,8 @@ def _clamp_derivative(attrs: Attrs) -> tuple[Expr]:
     """torch passes the cotangent at the bounds themselves."""
     out: Expr = Const(1.0)
     if attrs["min"] is not None:
-        out = prim("where", prim("lt", X, attrs["min"]), 0.0, out)
-    return (out if attrs["max"] is None else prim("where", prim("gt", X, attrs["max"]), 0.0, out),)
+        out = prim("where", prim("ge", X, attrs["min"]), out, 0.0)
+    return (out if attrs["max"] is None else prim("where", prim("le", X, attrs["max"]), out, 0.0),)
 
 
 CONSTANT = "the result is piecewise constant"

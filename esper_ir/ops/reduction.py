@@ -110,7 +110,9 @@ def _vjp_mean(
 def _vjp_extremum(
     emit: Emit, inputs: Operands, outputs: Vals, cotangents: Cotangents, attrs: Attrs, wanted: Wanted
 ) -> Cotangents:
-    """Elements that are equal to the extremum share its cotangent, as torch's amax does."""
+    """Elements that are equal to the extremum share its cotangent; all get NaN where none is, the extremum
+    being NaN. As torch's amax does.
+    """
     g, x = cotangents[0], only(inputs)
     if g is None or not wanted[0]:
         return [None]
@@ -119,7 +121,7 @@ def _vjp_extremum(
     hit = emit("eq", x, best)
     share = emit("sum", emit("cast", hit, dtype=x.type.dtype.compute), dims=dims, keepdim=True)
     each = emit("div", up(emit, restore(emit, g, x.type, dims, keep)), share)
-    return [to(emit, emit("where", hit, each, 0.0), x.type.dtype)]
+    return [to(emit, emit("where", hit, each, emit("sub", each, each)), x.type.dtype)]
 
 
 def _vjp_prod(

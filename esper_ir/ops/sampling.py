@@ -63,7 +63,7 @@ def _place(emit: Emit, grid: Val, axis: int, size: int, attrs: Attrs) -> Val:
         return at
     if attrs["padding_mode"] == "reflection":
         at = _reflected(emit, at, 0.0 if corners else -0.5, float(size - 1 if corners else size))
-    return emit("clamp", at, min=0.0, max=float(size - 1))
+    return emit("hardtanh", at, min_val=0.0, max_val=float(size - 1))  # a clamp: no gradient at the borders
 
 
 def _read(emit: Emit, table: Val, x: Val, y: Val, size: tuple[int, int]) -> Val:

@@ -271,8 +271,8 @@ class Site:
         return hear
 
     def _again(self, h: Tensor, counts: bool) -> Callable[[Tensor], None]:
-        """The same in a forward that is computed again, all of it as the gradient comes. For only then is h of
-        the graph that the backward goes through: else the first forward is, and was observed."""
+        """The same in a forward that is computed again, all of it as the gradient comes: only then is h
+        of the graph that the backward goes through. Else the first forward is, and was observed."""
         self._see(h)
         kept = h.detach().clone()
 

@@ -55,6 +55,49 @@ def test_reference_has_the_inferred_type(op: OpDef, sample: Sample) -> None:
 @pytest.mark.parametrize(("op", "sample"), CASES)
 def test_gradient_is_that_of_autograd(op: OpDef, sample: Sample) -> None:
     graph = graph_of(op, sample)
+    gradient_agrees(op, graph, values_of(graph, sample))
+
+
+INSIDE = {"binary_cross_entropy": "of probabilities", "kl_div": "NaN in torch for a target of 0"}
+EACH = {f"{o.name}-{s.attrs}": (o, s) for o in OPS.values() if o.name not in INSIDE for s in o.samples[::-1]}
+
+
+@pytest.mark.parametrize("key", EACH)
+def test_gradient_at_ties_and_kinks(key: str) -> None:
+    """Of operands with few values, which are equal to each other and to bounds."""
+    op, sample = EACH[key]
+    graph = graph_of(op, sample)
+    few = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 3.0], dtype=torch.float64)
+    few = few.abs() if sample.low >= 0 else few
+    generator = torch.Generator().manual_seed(0)
+    values = values_of(graph, sample)
+    for name, value in values.items():
+        if value.is_floating_point():
+            values[name] = few[torch.randint(len(few), value.shape, generator=generator)]
+    gradient_agrees(op, graph, values)
+
+
+EXTREMA = [
+    o
+    for o in OPS.values()
+    if any(part in o.name.split("_") for part in ("max", "amax", "amin", "cummax", "cummin"))
+    and not isinstance(o.vjp, NotDifferentiable)
+]
+
+
+@pytest.mark.parametrize("op", EXTREMA, ids=lambda o: o.name)
+def test_gradient_of_extrema_of_nan(op: OpDef) -> None:
+    for sample in op.samples:
+        graph = graph_of(op, sample)
+        values = values_of(graph, sample)
+        for value in values.values():
+            if value.is_floating_point() and value.numel():
+                value.view(-1)[:: max(2, value.numel() // 3)] = math.nan
+        gradient_agrees(op, graph, values)
+
+
+def gradient_agrees(op: OpDef, graph: Graph, values: dict[str, torch.Tensor]) -> None:
+    """In float64, for a random cotangent."""
     wanted = [n for n, t in graph.inputs.items() if t.dtype.is_floating]
     if not wanted or not graph.types["y"].dtype.is_floating:
         return
@@ -63,7 +106,7 @@ def test_gradient_is_that_of_autograd(op: OpDef, sample: Sample) -> None:
         return
     both = joint(graph, wanted)
     assert all(both.graph.types[g] == graph.inputs[n] for n, g in both.gradients.items() if g)
-    values = {n: v.double() if v.is_floating_point() else v for n, v in values_of(graph, sample).items()}
+    values = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
     leaves = {n: values[n].clone().requires_grad_() for n in wanted}
     out = evaluate(graph, {**values, **leaves}, precision="float64")["y"]
     seed = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -237,6 +280,25 @@ def test_special_values_of_two_operands(op: OpDef) -> None:
     assert isinstance(op.lowering, Pointwise)
     got = run_body(op.lowering.body(dict(graph.nodes[-1].attrs)), [x, y], DType.float32).to(want.dtype)
     close(got, want, 8 * op.tolerance.factor)
+
+
+APART = {"softsign": math.inf, "remainder": math.inf, "acosh": 1.0, "logit": 0.0}
+"""Sizes at which the gradient depends on the form of the formula."""
+
+
+@pytest.mark.parametrize("op", [*UNARY, *BINARY], ids=lambda o: o.name)
+def test_gradient_at_special_values(op: OpDef) -> None:
+    """Of NaN, infinities, ties and bounds. One element at a time: the vectors of torch's CPU kernels compare
+    otherwise for NaN here and there than that and its kernels on cards."""
+    bounds = {float(v) for s in op.samples for v in s.attrs.values() if isinstance(v, (int, float))}
+    one = torch.tensor([*special_values(DType.float64)[:14].tolist(), -0.5, 6.0, *sorted(bounds)]).double()
+    one = one[one.abs() != APART.get(op.name, math.nan)]
+    many = op.arity[0]
+    rows = torch.cartesian_prod(*[one] * many).reshape(-1, many, 1)
+    for attrs in {str(s.attrs): s.attrs for s in op.samples}.values():
+        graph = graph_of(op, Sample((TensorType.of("float32", (1,)),) * many, attrs))
+        for row in rows:
+            gradient_agrees(op, graph, dict(zip(graph.inputs, row, strict=True)))
 
 
 ROWS = (
