@@ -142,11 +142,11 @@ def _pow(a: Expr, b: Expr, y: Expr) -> tuple[Expr, Expr]:
 
 def _extremum(a: Expr, b: Expr, name: str) -> tuple[Expr, Expr]:
     """As in torch: equal operands share the cotangent, and both get all of it where one is NaN."""
-    less, more = prim("lt", a, b), prim("gt", a, b)
+    under, over = prim("le", a, b), prim("ge", a, b)
     if name == "minimum":
-        less, more = more, less
-    share = where(prim("eq", a, b), Const(0.5), ONE)
-    return where(less, ZERO, share), where(more, ZERO, share)
+        under, over = over, under
+    half = Const(0.5)
+    return where(under, where(over, half, ZERO), ONE), where(over, where(under, half, ZERO), ONE)
 
 
 def partials(expr: Prim) -> tuple[Expr, ...]:
