@@ -7,7 +7,7 @@ order. The number of partial rows depends on the number of rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from forge.templates.choice import SLOW
 from forge.templates.staged import both_axes, columns_staged, full, loaded, swept, within
 from forge.tune.journal import Choices, choice_key
 from forge.tune.shapes import shape_of
+from forge.tune.tiles import bad
 from forge.unroll import unrolled
 from forge.views import ONE
 
@@ -372,7 +373,7 @@ def _both_axes(wide: int) -> tuple[int, int]:
     return max(min(2048 // wide, 64), 1), 4
 
 
-def reduces(stmts: list[Stmt]) -> tuple[bool, bool]:
+def reduces(stmts: Sequence[Stmt]) -> tuple[bool, bool]:
     """Whether a body reduces along rows, and down columns."""
     axes = {s.axis for s in stmts if isinstance(s, Reduce)}
     return "row" in axes, "col" in axes
@@ -385,8 +386,11 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
         return Lowered("rows", (_second_stage(given, space[0], space[-1], one, summed),))
     chosen = given.choose(space, accesses, _tile(given, space, accesses))
     cols = space[-1]
+    held = given.target.kind != "cpu" and chosen.block_cols >= (cols.static or chosen.block_cols + 1)
+    if given.target.kind != "cpu" and all(reduces(given.body.stmts)) and not held:
+        raise bad(f"rows of {given.name} are reduced and added down their columns: a block holds whole ones")
     space, accesses, stmts = unrolled(space, accesses, given.body.stmts, chosen)
-    if given.target.kind != "cpu" and chosen.block_cols >= (cols.static or chosen.block_cols + 1):
+    if held:
         count = places_of(space, accesses, stmts)
         space, accesses, stmts = in_places(space, accesses, stmts, count)
         chosen = replace(chosen, block_cols=chosen.block_cols // count)

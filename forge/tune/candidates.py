@@ -14,6 +14,7 @@ from forge.lower import Kernels, KernelSource, Site
 from forge.online import joins
 from forge.plan import Tile
 from forge.target import Target
+from forge.templates.rows import reduces
 from forge.toolchain import Candidate, build_candidates
 from forge.tune.journal import Choices
 from forge.tune.store import Store
@@ -107,11 +108,15 @@ def _specialised(plan: Plan, sizes: Mapping[str, int]) -> tuple[Plan, set[str]]:
 
 
 def idle(site: Site, given: Mapping[str, Tile]) -> tuple[str, ...]:
-    """Fields of a tile of rows that mean nothing for the group on its target."""
+    """Fields of a tile of rows that mean nothing for the group on its target, or have one value for it: rows
+    that are reduced and added down their columns are held whole.
+    """
     found = _plan(site, given)
     plans = () if isinstance(found, str) else tuple(s.plan for s in found[0])
     turns = site.low.target.async_copies and not any(apart(p) or in_line(p) for p in plans)
     copies = () if turns else ("stages",)
+    if site.low.target.kind != "cpu" and any(all(reduces(p.body)) for p in plans):
+        copies = (*copies, "block_cols")
     return copies if any(joins(p) for p in plans) and site.low.target.kind != "cpu" else (*copies, "online")
 
 

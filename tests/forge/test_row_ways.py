@@ -102,6 +102,16 @@ def test_a_row_that_only_its_sums_leave_is_not_staged() -> None:
     assert not isinstance(found, str) and [s.plan.tile for s in found[0]] == [replace(STAGED, stages=1)]
 
 
+def test_rows_that_are_also_added_down_their_columns_are_held_whole() -> None:
+    """A sweep would add each block of columns to the one before it, and store none."""
+    work = front(norm(), "h100")
+    key, site = next((k, s) for k, s in work.kernels.sites.items() if "bwd2" in s.name)
+    tile, _ = work.kernels.choices.made[key]
+    assert isinstance(tile, RowTile) and "block_cols" in candidates.idle(site, {})
+    found = candidates._plan(site, {key: replace(tile, block_cols=tile.block_cols // 2)})
+    assert isinstance(found, str) and "E0514" in found and not isinstance(candidates._plan(site, {}), str)
+
+
 @pytest.mark.parametrize("name", sorted(n for n, t in targets().items() if t.kind in ("cuda", "hip")))
 def test_stages_are_as_many_as_a_target_has_room_for(name: str) -> None:
     target = resolve(name)
