@@ -113,6 +113,27 @@ def elsewhere(kind: str) -> dict[str, Any]:
     return data | {"outputs": ["z"]}
 
 
+def activated() -> dict[str, Any]:
+    """Group norm of what is made of a tensor and a value of its channels."""
+    data = document(*SHAPES["in registers"])
+    data["params"]["c"] = {**data["params"]["b"], "shape": [6, 1, 1]}
+    norm, *others = data["nodes"]
+    before = [
+        {"id": "u", "op": "add", "inputs": ["x", "c"]}, {"id": "v", "op": "tanh", "inputs": ["u"]},
+    ]  # fmt: skip
+    norm = {**norm, "inputs": ["v", *norm["inputs"][1:]]}
+    return data | {"nodes": [*before, norm, *others]}
+
+
+@pytest.mark.usefixtures("small")
+def test_moments_of_rows_in_registers_are_of_what_is_made_of_them() -> None:
+    """For the mean, for the variance and for the results."""
+    made = bands(check(text.parse(json.dumps(activated())), {"n": 3}, "h100"))
+    tile = made[0].tile
+    assert isinstance(tile, BandTile) and tile.held
+    assert sum("tanh" in line for line in emit_kernel(made[0]).splitlines()) == 3 * tile.rows
+
+
 ELSEWHERE = ["images reversed", "channels reversed", "one channel"]
 
 
@@ -142,10 +163,13 @@ print(json.dumps([compare(front(text.parse(json.dumps(c)), "h100"), {"n": 3}, "g
 """
 
 
+CASES = {**{name: document(*shape) for name, shape in SHAPES.items()}, "activated": activated()}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["powers of two", "unlike", "float32", "in registers", *ELSEWHERE])
+@pytest.mark.parametrize("name", ["powers of two", "unlike", "float32", "in registers", "activated", *ELSEWHERE])
 def test_triton_says_the_same(name: str) -> None:
-    cases = [elsewhere(name) if name in ELSEWHERE else document(*SHAPES[name])]
+    cases = [elsewhere(name) if name in ELSEWHERE else CASES[name]]
     done = subprocess.run(
         [sys.executable, "-c", CODE, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, timeout=300,
