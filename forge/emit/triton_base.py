@@ -133,6 +133,8 @@ class Kernel:
     def raw_load(self, access: Access, index: list[str], mask: str, hint: str = "") -> str:
         """A load that keeps the stored type."""
         rows = f" + {index[0]} * 0" if self.spread and self.access_axes(access) == "c" else ""
+        if self.apart and "r" in self.access_axes(access) and access.strides[-2] == Dim():
+            rows = f" + {index[-2]} * 0"  # the batch alone is no block, and the mask is one
         address = f"{self.pointer[access.buffer]} + {self.offset(access, index)}{rows}"
         mask = " & ".join([*([mask] if mask else []), *self.inside(access, index)])
         other = number(access.fill) if access.windows else "0"

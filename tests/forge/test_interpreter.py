@@ -87,6 +87,14 @@ CASES |= {
         "blueprint": block(["n", 300, 40], POOLED, {"id": "y", "op": "mul", "inputs": ["x", "m"]}),
         "dims": {"n": 2},
     },
+    # Blocks of rows lie in one batch, and a factor is the same for all of it.
+    "softmax across memory": {
+        "blueprint": block(
+            ["n", 3, 17, 40], {"id": "u", "op": "mul", "inputs": ["x", "w"]},
+            {"id": "y", "op": "softmax", "inputs": ["u"], "attrs": {"dim": 2}}, w=[3, 1, 1],
+        ),
+        "dims": {"n": 2},
+    },
     "cross entropy of long rows": {
         "path": "examples/cross_entropy.json", "sizes": {"32000": 17000}, "dims": {"rows": 3},
     },
