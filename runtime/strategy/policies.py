@@ -105,11 +105,13 @@ class Heuristic(_Stateless):
         ranked = (n for n in view.scores.best() if free(view.packet, view.scores.slots[n]))
         ahead, needed = list(islice(ranked, LOOKED_AT)), view.settings.sites.min_score
         good = [n for n in ahead if view.scores.total[n] >= needed]
+        if not ahead:
+            return [*found, Decision(view.epoch, "", WAIT, (improvement, unmeasured(view)))]
         if not good:
-            best = view.scores.why(ahead[0], view.packet) if ahead else "no slot was measured enough"
-            where = view.scores.slots[ahead[0]] if ahead else ""
-            least = f"no slot reaches score {needed:g}"
-            return [*found, Decision(view.epoch, where, WAIT, (improvement, least, best))]
+            nearest, score = view.scores.slots[ahead[0]], view.scores.total[ahead[0]]
+            least = f"no slot reaches score {needed:g} (sites.min_score); {nearest} is nearest with {score:.4g}"
+            why = view.scores.why(ahead[0], view.packet)
+            return [*found, Decision(view.epoch, nearest, WAIT, (improvement, least, why))]
         return found + self._ask(view, good, improvement)
 
     def _ask(self, view: View, good: Sequence[int], improvement: str) -> list[Decision]:
@@ -223,6 +225,27 @@ def policy_of(settings: Settings) -> Policy:
 
 
 # -- what all policies share
+
+
+def unmeasured(view: View) -> str:
+    """Why no free slot has a score: how many samples there are, how many are needed, what to set."""
+    packet, settings = view.packet, view.settings
+    waiting = {n: s for n, s in enumerate(view.scores.slots) if free(packet, s)}
+    if not waiting:
+        return "no slot is free"
+    samples, needed = packet.health_map.samples, settings.sites.min_samples
+    most = max(waiting, key=lambda n: samples[n])
+    steps, every = packet.step // (packet.current_epoch + 1), settings.telemetry_every
+    told = (
+        f"no slot was measured enough: {waiting[most]} has the most sampled steps of this epoch, "
+        f"{samples[most]:.0f} of the {needed} needed (sites.min_samples); "
+        f"one step in {every} is sampled (telemetry_every), and an epoch has {steps}"
+    )
+    if not samples[most] and steps // every >= needed:
+        return f"{told}: are the wrapped layers called while training?"
+    if steps < needed:
+        return f"{told}: set sites.min_samples to at most {max(steps, 1)}, telemetry_every to 1"
+    return f"{told}: set telemetry_every to at most {max(steps // max(needed, 1), 1)}"
 
 
 def germinate(

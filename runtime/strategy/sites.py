@@ -5,7 +5,8 @@ new branch there could take away (`runtime.seeds.telemetry`): by that of all slo
 that noise, which has no alignment, counts little. The *distance* is how far effective rank and share of dead
 nodes of a slot lie from those of comparable slots (of as many features), in robust standard deviations: a
 layer that is narrower, deader or noisier than its siblings. With fewer than three comparable others there is
-no distance.
+no such distance. What is dead needs no comparison: a layer loses by it whatever its siblings do, so the distance
+is at least one for every further halving of the live nodes once half are dead, and the most where none is left.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from runtime.strategy.settings import SiteSettings
 Array = NDArray[np.float64]
 LEAST_SCALE = 0.1  # differences under this are within what healthy siblings show (log rank; share of nodes)
 MAD = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+_WIDEST = 1 << 20  # features, where the width is not known
 MOST_DISTANCE = 6.0  # beyond, further is no worse
 SIBLINGS = 3
+HEALTHY_HALVINGS = 1.0  # of the live nodes: half of them dead is no reason by itself
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Scores:
     def why(self, number: int, packet: SystemStatePacket) -> str:
         """One line about one slot, with the numbers that count."""
         signals = packet.health_map[self.slots[number]]
+        constant = signals["dead_node_ratio"] >= 1.0
         return (
             f"score {self.total[number]:.2f} "
             f"(gain {self.gain[number]:.2f}, distance {self.distance[number]:.2f}); "
             f"predicted gain {signals['predicted_gain']:.3g} at alignment {signals['gain_alignment']:.2f}, "
             f"effective rank {signals['effective_rank']:.3f}, dead {signals['dead_node_ratio']:.2f}"
+            + (": a seed here sees a constant, one behind what is added to it sees more" if constant else "")
         )
 
 
@@ -67,13 +72,19 @@ def scores(packet: SystemStatePacket, settings: SiteSettings) -> Scores:
     weighed = np.where(sure, aligned.clip(0.0, 1.0), 0.0)
     total = predicted.sum()
     gain = settings.gain_weight * weighed * (predicted / total if total > 0.0 else 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ranks = np.log(health.column("effective_rank"))
-    distance = np.maximum(
-        _distance(ranks, widths), _distance(health.column("dead_node_ratio"), widths, high=True)
-    )
+    dead = health.column("dead_node_ratio")
+    # Of a layer that is all dead the rank is 0; the least that a live one can have is one feature's.
+    ranks = np.log(np.maximum(health.column("effective_rank"), 1.0 / np.where(widths > 0, widths, _WIDEST)))
+    distance = np.maximum.reduce([_distance(ranks, widths), _distance(dead, widths, high=True), _lost(dead)])
     both = np.where(health.samples >= settings.min_samples, gain + distance, np.nan)
     return Scores(health.slots, both, gain, distance)
+
+
+def _lost(dead: Array) -> Array:
+    """What the share of dead nodes costs by itself: halvings of the live ones beyond the healthy; 0 where
+    unknown."""
+    halvings = -np.log2(np.maximum(1.0 - np.nan_to_num(dead), 1.0 / _WIDEST))
+    return np.clip(halvings - HEALTHY_HALVINGS, 0.0, MOST_DISTANCE)
 
 
 def _distance(values: Array, widths: NDArray[np.int64], *, high: bool = False) -> Array:

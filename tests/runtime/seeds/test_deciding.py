@@ -121,6 +121,24 @@ def test_few_dead_nodes_are_no_reason_and_two_slots_are_no_siblings() -> None:
     assert scores(packet(two), SiteSettings()).distance.max() == 0.0
 
 
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcdef"])
+def test_a_layer_that_is_all_dead_is_the_worst_whatever_its_siblings(names: str) -> None:
+    dead = {"effective_rank": 0.0, "dead_node_ratio": 1.0, "predicted_gain": 0.0, "gain_alignment": 0.0}
+    rows = {f"{n}/0": dead if n == names[-1] else {} for n in names}
+    found = scores(packet(rows), SiteSettings())
+    assert found.slots[found.best()[0]] == f"{names[-1]}/0" and found.total.max() > SiteSettings().min_score
+    (decision,) = policy_of(Settings()).germinate(view(packet(rows)))
+    assert decision.command is not None and "sees a constant" in decision.text()
+    every = scores(packet({slot: dead for slot in rows}), SiteSettings())
+    assert every.total.min() > SiteSettings().min_score, "dead siblings make it no better"
+
+
+def test_what_is_dead_counts_more_the_less_is_left() -> None:
+    shares = (0.0, 0.5, 0.75, 0.9, 0.97, 1.0)
+    found = [scores(packet({"a/0": {"dead_node_ratio": s}}), SiteSettings()).distance[0] for s in shares]
+    assert found[:3] == [0.0, 0.0, 1.0] and found == sorted(found) and len(set(found)) == 5
+
+
 def test_what_was_not_measured_has_no_score() -> None:
     given = packet(six(c={"predicted_gain": 0.05, "gain_alignment": 0.9}), samples=1.0)
     assert not scores(given, SiteSettings()).best()
@@ -153,6 +171,34 @@ def test_while_progress_is_made_nothing_is_asked_for(history: tuple[float, ...])
 def test_a_healthy_host_is_left_alone_and_it_says_why() -> None:
     (found,) = policy_of(Settings()).germinate(view(packet(six())))
     assert found.action == "wait" and found.command is None and "no slot reaches score" in found.text()
+
+
+def test_the_nearest_slot_is_named_with_its_score_and_the_threshold() -> None:
+    near = packet(six(c={"predicted_gain": 0.05, "gain_alignment": 0.5}))
+    (found,) = policy_of(Settings()).germinate(view(near))
+    score = scores(near, SiteSettings()).of("c/0")
+    assert 0.0 < score < 3.0 and found.slot == "c/0"
+    assert f"no slot reaches score 3 (sites.min_score); c/0 is nearest with {score:.4g}" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps", "every", "told"),
+    [
+        (1.0, 24, 50, "1 of the 4 needed (sites.min_samples); one step in 50 is sampled (telemetry_every), and "
+                      "an epoch has 24: set telemetry_every to at most 6"),
+        (0.0, 2, 50, "set sites.min_samples to at most 2, telemetry_every to 1"),
+        (0.0, 500, 50, "are the wrapped layers called while training?"),
+    ],
+)  # fmt: skip
+def test_too_few_samples_are_counted_and_the_setting_is_named(
+    samples: float, steps: int, every: int, told: str
+) -> None:
+    given = replace(packet(six(), samples=samples), step=steps * len(FLAT))
+    settings = Settings(telemetry_every=every)
+    (found,) = policy_of(settings).germinate(view(given, settings))
+    assert found.action == "wait" and told in found.text()
+    busy = packet(six(), **{n: {"state": S.EMBARGOED} for n in "abcdef"})
+    assert "no slot is free" in policy_of(Settings()).germinate(view(busy))[0].text()
 
 
 def test_one_adaptation_at_a_time_and_one_that_waits() -> None:
