@@ -5,6 +5,8 @@ cotangents              random, ones and rows with stride 0, one-hot, zeros, run
 heavy sums              leaves and cotangents of one sign, exact, or with rows that one element outweighs
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
+
+Beside the cases the report gets `parameters`: how many tensors there are that a training changes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sw
 from gauntlet.stages.numerics import odd_dims, sizes
 from gauntlet.subject import Subject
 
-DIRECTIONAL = "directional"
+DIRECTIONAL, PARAMETERS = "directional", "parameters"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
 MORE = ("gaps", "zeros", "shifted", "sunk", "uneven")
@@ -201,4 +203,15 @@ def _dot(gradients: dict[str, Tensor], along: dict[str, Tensor]) -> float:
     return sum(float((g.double() * along[n]).sum()) for n, g in gradients.items())
 
 
-STAGE = Sweep("gradients", 40, _recipes, _check)
+@dataclass(frozen=True)
+class _Gradients(Sweep):
+    def run(self, context: Context) -> Outcome:
+        outcome = super().run(context)
+        if not isinstance(outcome, Passed):
+            return outcome
+        interface = context.subject.launch.interface
+        learnt = [s for s in interface.inputs if s.kind == "param" and s.name in interface.differentiable]
+        return Passed({**outcome.metrics, PARAMETERS: len(learnt)})
+
+
+STAGE = _Gradients("gradients", 40, _recipes, _check)

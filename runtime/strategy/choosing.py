@@ -1,32 +1,38 @@
 """Which artifact a slot gets: a library query by tags from the context, then the answers that fit the slot,
-best first, and a reason for each that does not."""
+best first, and a reason for each that does not, nearest to fitting first."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from esper_ir.diagnostics import EsperError, Rejected
-from library import launch
-from library.contracts import KernelMatch, KernelQuery
+from library import launch, ledger
+from library.contracts import KernelMatch, KernelQuery, KernelQueryResult
+from library.records import ARTIFACT_MOVES, PENDING_BENCHMARKING
 from library.store import Library
 from runtime import loader, system
 from runtime.seeds.lifecycle import Limits
-from runtime.seeds.seed import Spec, layout_of
+from runtime.seeds.seed import NHWC, SPECULATIVE, Spec, layout_of
 from runtime.select import Facts
+from runtime.state import given
 from runtime.strategy.packet import HardwareContext
 from runtime.strategy.settings import QuerySettings
 
 LOW_MEMORY, HIGH_SPEED = "low_memory", "high_speed"
+GROUPS = 8  # reasons that one line shows
+_OWN = re.compile(r"\[[^]]*\]|\(axis.*|[\d.]+%?")  # what differs between refusals for one reason
 FAILURES = ("CRASHED", "MISMATCH", "DIVERGED", "ROLLED_BACK")
 
 
 @dataclass(frozen=True)
 class Choice:
     """`artifact` "" when nothing fits. `query`: what was asked; `matches`: the answers that fit, best first;
-    `refused`: reason by artifact id."""
+    `refused`: reason by artifact id, nearest to fitting first; where nothing fits, also of what the library
+    itself left out of its answer."""
 
     query: KernelQuery
     matches: tuple[KernelMatch, ...] = ()
@@ -46,9 +52,18 @@ class Choice:
     def why(self) -> str:
         """One line: what was asked, what was taken, what was refused."""
         asked = ", ".join((*self.query.required_tags, *(f"{t}?" for t in self.query.preferred_tags))) or "any"
-        first = next(iter(self.refused.values()), None)
-        left = f"; {len(self.refused)} refused" + (f", first: {first.reason}" if first else "")
-        return f"asked for {asked}: {self.artifact or 'nothing fits'}" + (left if self.refused else "")
+        return f"asked for {asked}: {self.artifact or 'nothing fits'}" + (
+            self._left() if self.refused else ""
+        )
+
+    def _left(self) -> str:
+        """How many were refused for each reason, in the words of the nearest one."""
+        groups: dict[str, list[str]] = {}
+        for wrong in self.refused.values():
+            groups.setdefault(_OWN.sub("", wrong.reason).strip(), []).append(wrong.reason)
+        told = [f"{len(reasons)} because: {reasons[0]}" for reasons in groups.values()]
+        more = [f"{len(told) - GROUPS} more reasons"] if len(told) > GROUPS else []
+        return f"; {len(self.refused)} refused, " + "; ".join([*told[:GROUPS], *more])
 
 
 def query_of(settings: QuerySettings, context: HardwareContext, limits: Limits) -> KernelQuery:
@@ -69,6 +84,26 @@ def query_of(settings: QuerySettings, context: HardwareContext, limits: Limits) 
     )
 
 
+_NEAREST = (("E1004",), ("E0781", "E0782", "E0783"), ("E0811",), ("E0813",), ("E0810",))
+_HINTS: Mapping[str, str] = {
+    "risk not measured": " (esper-gauntlet risk scores it; limits.speculative takes it as it is)",
+    "risk too high": " (limits.max_risk)",
+    "latency_ms": " (query.latency_budget_ms)",
+    "tag missing": " (query.required)",
+    "tag excluded": " (query.excluded)",
+    "ranked below": " (query.candidates)",
+    "none of": "",
+    PENDING_BENCHMARKING: " (esper-gauntlet bench proves it)",
+}
+
+
+def _unsure(match: KernelMatch, limits: Limits) -> str:
+    """Why the first gate would not trust a verdict; "" when it does."""
+    if limits.speculative or (match.conf_level or SPECULATIVE) != SPECULATIVE:
+        return ""
+    return "confidence is Speculative, nobody has used it yet (limits.speculative takes it)"
+
+
 class Chooser:
     """Asks one library; remembers what it read of each artifact (their contents never change)."""
 
@@ -76,6 +111,7 @@ class Chooser:
         self.library, self.settings = library, settings
         self._facts: dict[str, Mapping[str, Any]] = {}
         self._interfaces: dict[str, launch.Interface] = {}
+        self._asked: tuple[tuple[KernelQuery, int], KernelQueryResult] | None = None
 
     def choose(
         self, spec: Spec, context: HardwareContext, limits: Limits, taken: Callable[[str], str] = lambda _: ""
@@ -86,13 +122,52 @@ class Chooser:
         fitting: list[KernelMatch] = []
         refused: dict[str, Rejected] = {}
         for match in self._ordered(self.library.find(query).matches):
-            reason = taken(match.artifact_id)
-            wrong = Rejected("E1004", reason) if reason else self.misfit(spec, match.artifact_id)
+            reason = taken(match.artifact_id) or _unsure(match, limits)
+            wrong = self.misfit(spec, match.artifact_id) or (Rejected("E1004", reason) if reason else None)
             if wrong is None:
                 fitting.append(match)
             else:
                 refused[match.artifact_id] = wrong
-        return Choice(query, tuple(fitting), refused)
+        if not fitting:
+            refused = {**self._left_out(query, spec), **refused}
+        nearest = sorted(refused.items(), key=lambda pair: self._far(spec, *pair))
+        return Choice(query, tuple(fitting), dict(nearest))
+
+    def _left_out(self, query: KernelQuery, spec: Spec) -> dict[str, Rejected]:
+        """What the library's answer left out, with its reason or, where it would not fit anyway, with that;
+        and what fits the query but is none of the blueprints that are wanted."""
+        found: dict[str, Rejected] = {}
+        asked = self._explained(query)
+        wanted = [(m.artifact_id, "none of query.blueprints") for m in asked.matches]
+        for artifact_id, reason in [*wanted, *((r.artifact_id, r.reason) for r in asked.refused)]:
+            state = reason.split(":")[0]
+            if state in ARTIFACT_MOVES:
+                found[artifact_id] = Rejected("E0740", reason + _HINTS.get(state, ""))
+                continue
+            kind = next((k for k in _HINTS if reason.startswith(k)), "")
+            told = Rejected("E1004", reason + _HINTS.get(kind, ""))
+            found[artifact_id] = self.misfit(spec, artifact_id) or told
+        return found
+
+    def _explained(self, query: KernelQuery) -> KernelQueryResult:
+        """Looks at every artifact, so once for all slots, and again when the library changed."""
+        key = query, ledger.size(self.library.index)
+        if self._asked is None or self._asked[0] != key:
+            self._asked = key, self.library.find(query, explain=True)
+        return self._asked[1]
+
+    def _far(self, spec: Spec, artifact_id: str, wrong: Rejected) -> tuple[float, ...]:
+        """How far a refused artifact is from fitting: what only a setting keeps out, then another machine,
+        dtype, size and shape, then what is not validated; the smaller ones first, and the more alike."""
+        far = next((n for n, codes in enumerate(_NEAREST) if wrong.code in codes), len(_NEAREST))
+        entry = given(self._interfaces[artifact_id])[:1] if artifact_id in self._interfaces else ()
+        if not entry or wrong.code == "E1004":
+            return far, self.parameters(artifact_id) if entry else 0, 0
+        axes, here = entry[0].shape, spec.shape
+        if len(here) == len(NHWC):  # images are given with the channels last
+            here = tuple(here[axis] for axis in NHWC)
+        unlike = [abs(a - b) for a, b in zip(axes[::-1], here[::-1], strict=False) if isinstance(a, int)]
+        return far, abs(len(axes) - len(here)), sum(unlike)
 
     def _ordered(self, matches: tuple[KernelMatch, ...]) -> list[KernelMatch]:
         wanted = self.settings.blueprints

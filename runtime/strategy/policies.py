@@ -109,7 +109,9 @@ class Heuristic(_Stateless):
             return [*found, Decision(view.epoch, "", WAIT, (improvement, unmeasured(view)))]
         if not good:
             nearest, score = view.scores.slots[ahead[0]], view.scores.total[ahead[0]]
-            least = f"no slot reaches score {needed:g} (sites.min_score); {nearest} is nearest with {score:.4g}"
+            least = (
+                f"no slot reaches score {needed:g} (sites.min_score); {nearest} is nearest with {score:.4g}"
+            )
             why = view.scores.why(ahead[0], view.packet)
             return [*found, Decision(view.epoch, nearest, WAIT, (improvement, least, why))]
         return found + self._ask(view, good, improvement)

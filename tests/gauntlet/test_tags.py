@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from esper_ir.diagnostics import EsperError
+from forge.service import compile_file
 from gauntlet import runner, tags
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
@@ -53,6 +54,30 @@ def test_what_eager_beats_is_not_called_faster() -> None:
     assert "faster_than_eager" not in tags.of(slow)
     together = _report(**forward, both_ms_median=4.0, eager_both_ms_median=3.0)
     assert "faster_than_eager" not in tags.of(together), "one call decides where it was measured"
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_has_no_parameters_is_not_called_trainable(home: Path, server: ForkServer, scaled: bool) -> None:
+    """y = relu(x) * 2, whose gradients are proven too, and y = relu(x) * w."""
+    document = {
+        "format": "esper-blueprint/1", "name": "relu2",
+        "dims": {"rows": {"min": 1, "max": 512, "tune": [16]}},
+        "inputs": {"x": {"dtype": "float32", "shape": ["rows", 16]}},
+        "params": {"w": {"dtype": "float32", "shape": [16], "init": {"kind": "ones"}}} if scaled else {},
+        "nodes": [{"id": "r", "op": "relu", "inputs": ["x"]},
+                  {"id": "y", "op": "mul", "inputs": ["r", "w" if scaled else 2.0]}],
+        "outputs": ["y"],
+    }  # fmt: skip
+    path = home.parent / "relu2.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with Library.open(home, roles=("compiler",)) as library:
+        (made,) = compile_file(path, targets=("cpu",), library=library)
+    runner.prove(made.artifact_id, library=home, server=server, quick=True, effort=BRIEF)
+    with Library.open(home) as library:
+        verdict = library.verdict(made.artifact_id)
+    assert verdict is not None
+    passed = [s["name"] for s in verdict.report["stages"] if s["outcome"] == "passed"]
+    assert "gradients" in passed and ("trainable" in verdict.report["generated_tags"]) is scaled
 
 
 def test_tags_are_signed_and_listed(home: Path, server: ForkServer) -> None:

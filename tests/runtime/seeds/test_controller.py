@@ -154,6 +154,32 @@ def test_an_artifact_that_costs_too_many_parameters_is_not_asked_for(ids: Ids) -
     ]
 
 
+def test_refusals_are_told_by_reason_with_counts_and_the_nearest_first(own: tuple[Library, Ids]) -> None:
+    library, ids = own
+    library.annotate(ids["lora"], {"risk_score": 0.05, "conf_level": "Speculative"})
+    library.annotate(ids["fixed"], {"risk_score": 0.9})
+    library.annotate(ids["bf16"], {"risk_score": 0.9})  # and of the wrong dtype, which no setting changes
+    library.revoke(ids["noop"], "no use")
+    grown = bed(library=library)
+    tamiyo = controller(grown, policy="off", limits={**vars(LIMITS), "max_rent": 0.5})
+    grown.step(2)
+    choice = tamiyo.choose("body/0", tamiyo.look())
+    wanted = [
+        (1, "risk too high: 0.9 > 0.2 (limits.max_risk)"),
+        (1, "confidence is Speculative, nobody has used it yet (limits.speculative takes it)"),
+        (1, "% of the host's parameters, at most 50.0% (limits.max_rent)"),
+        (1, "bfloat16 where the layer gives float32"),
+        (3, "takes ['rows', 8], the layer gives [32, 16] (axis 1)"),
+        (1, "REVOKED: no use"),
+    ]
+    groups = choice.why().split("nothing fits; 8 refused, ")[1].split("; ")
+    for group, (many, told) in zip(groups, wanted, strict=True):
+        assert group.startswith(f"{many} because: ") and group.endswith(told), (group, told)
+    told = controller(bed(library=library), policy="off", query={"blueprints": ["ffff"]})
+    told.growth.model(torch.randn(2, 8))
+    assert "none of query.blueprints" in told.choose("body/0", told.look()).why()
+
+
 def test_the_heuristic_asks_at_a_plateau_only(ids: Ids) -> None:
     grown = bed()
     tamiyo = controller(grown, plateau={"window": 2, "warmup": 3, "min_improvement": 0.5}, max_germinations=1,

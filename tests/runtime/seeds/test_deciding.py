@@ -219,7 +219,7 @@ def test_when_nothing_fits_the_next_slot_is_looked_at() -> None:
 
     settings = Settings(sites=SiteSettings(min_score=1.0))
     first, second = policy_of(settings).germinate(view(packet(six(**gains)), settings, choose=choose))[:2]
-    assert first.action == "wait" and "nothing fits; 1 refused, first: dtype bfloat16" in first.text()
+    assert first.action == "wait" and "nothing fits; 1 refused, 1 because: dtype bfloat16" in first.text()
     assert second.command is not None and second.command.kernel_artifact_id == "two"
 
 
