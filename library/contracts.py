@@ -74,6 +74,14 @@ class FieldReport:
     eval_metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+TAGS = (
+    "high_speed", "medium_speed", "low_speed", "low_memory", "medium_memory", "high_memory",
+    "numerically_stable", "deterministic", "trainable", "memory_bound", "compute_bound", "faster_than_eager",
+    "faster_than_compile", "low_power", "high_power", "basis:rule", "basis:percentile",
+)  # fmt: skip
+"""The tags that the gauntlet gives (`esper-gauntlet tags --rules`). Annotations may bring others."""
+
+
 @dataclass(frozen=True)
 class KernelQuery:
     """What a caller wants. `max_latency_ms` bounds the p99 of forward+backward in the largest bucket, or at

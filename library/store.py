@@ -232,6 +232,10 @@ class Library(Core):
         """Validated artifacts that fit, best first; with `explain` also why each other one does not."""
         return self._finder().find(wanted, explain=explain)
 
+    def tags(self) -> frozenset[str]:
+        """The tags that a query may name; any other is taken for a misspelt one."""
+        return self._finder().tags()
+
     def _retire(self, artifact_id: str, state: str, reason: str, *, by: str = "") -> None:
         """To SUPERSEDED or REVOKED, inside a transaction: E0724."""
         record = self.record(artifact_id)

@@ -12,6 +12,7 @@ from typing import Any
 from esper_ir.diagnostics import EsperError, Rejected
 from library import launch, ledger
 from library.contracts import KernelMatch, KernelQuery, KernelQueryResult
+from library.query import near_tags
 from library.records import ARTIFACT_MOVES, PENDING_BENCHMARKING
 from library.store import Library
 from runtime import loader, system
@@ -19,6 +20,7 @@ from runtime.seeds.lifecycle import Limits
 from runtime.seeds.seed import NHWC, SPECULATIVE, Spec, layout_of
 from runtime.select import Facts
 from runtime.state import given
+from runtime.strategy.errors import fail
 from runtime.strategy.packet import HardwareContext
 from runtime.strategy.settings import QuerySettings
 
@@ -105,10 +107,15 @@ def _unsure(match: KernelMatch, limits: Limits) -> str:
 
 
 class Chooser:
-    """Asks one library; remembers what it read of each artifact (their contents never change)."""
+    """Asks one library; remembers what it read of each artifact (their contents never change). E1030 for a
+    tag that the library does not know."""
 
     def __init__(self, library: Library, settings: QuerySettings) -> None:
         self.library, self.settings = library, settings
+        known = library.tags()
+        for name in ("required", "preferred", "excluded"):
+            for tag in set(getattr(settings, name)) - known:
+                raise fail("E1030", f"unknown tag {tag!r}", node=f"query.{name}", hint=near_tags(tag, known))
         self._facts: dict[str, Mapping[str, Any]] = {}
         self._interfaces: dict[str, launch.Interface] = {}
         self._asked: tuple[tuple[KernelQuery, int], KernelQueryResult] | None = None

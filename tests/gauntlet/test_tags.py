@@ -15,6 +15,7 @@ from gauntlet import runner, tags
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
 from gauntlet.sampling import BRIEF
+from library.contracts import TAGS
 from library.store import Library
 from tests.faults import handmade, toys
 from tests.gauntlet.conftest import put
@@ -46,6 +47,10 @@ def test_rules(wep: dict[str, Any], tag: str) -> None:
     found = tags.of(_report(**wep))
     assert tag in found and found[-1] == tags.BASIS
     assert len({t for t in found if t.endswith("_speed")}) <= 1
+
+
+def test_queries_know_every_tag_that_is_given() -> None:
+    assert set(TAGS) == {*tags.ORDER, tags.BASIS, tags.PERCENTILE}
 
 
 def test_what_eager_beats_is_not_called_faster() -> None:

@@ -130,6 +130,19 @@ def test_senseless_queries(lib: Library, query: KernelQuery) -> None:
     assert error.value.code == "E0720"
 
 
+@pytest.mark.parametrize("name", ["required_tags", "preferred_tags", "excluded_tags"])
+def test_a_misspelt_tag_is_refused_with_the_nearest(lib: Library, name: str) -> None:
+    assert not lib.find(KernelQuery(**{name: ("high_speed",)})).matches, "known, though nothing has it"
+    with pytest.raises(EsperError) as error:
+        lib.find(KernelQuery(**{name: ("high_sped",)}))
+    refused = error.value
+    assert (refused.code, refused.node) == ("E0720", name) and "did you mean high_speed" in str(refused.hint)
+    validated(lib, 1, {"generated_tags": ["of_ours"]})
+    lib.find(KernelQuery(**{name: ("of_ours",)}))
+    with pytest.raises(EsperError, match="of_outs"):
+        lib.find(KernelQuery(blueprint_id="ab", **{name: ("of_outs",)}))
+
+
 def test_contract_records_decode_strictly() -> None:
     query = {"required_tags": ["a"], "max_risk": 1, "limit": 3}
     assert decode(KernelQuery, query) == KernelQuery(required_tags=("a",), max_risk=1.0, limit=3)

@@ -132,14 +132,14 @@ def test_a_validate_that_gives_no_losses_is_refused(ids: Ids, given: Any) -> Non
 
 def test_the_library_is_asked_by_tags_and_what_does_not_fit_is_told(ids: Ids) -> None:
     grown = bed()
-    tamiyo = controller(grown, policy="off", query={"required": ["seed"], "preferred": ["fast"]})
+    tamiyo = controller(grown, policy="off", query={"required": ["seed"], "preferred": ["high_speed"]})
     grown.step(4)
     choice = tamiyo.choose("body/0", tamiyo.look())
     assert choice.artifact in {ids["mlp"], ids["lora"], ids["fixed"], ids["noop"]} and choice.tags() == (
         "seed",
     )
     assert choice.refused[ids["bf16"]].code == "E0811" and choice.refused[ids["half"]].code == "E0810"
-    none = controller(bed(), policy="off", query={"required": ["no_such_tag"]})
+    none = controller(bed(), policy="off", query={"required": ["low_power"]})
     none.growth.model(torch.randn(2, 8))
     assert none.choose("body/0", none.look()).artifact == ""
 
@@ -152,6 +152,14 @@ def test_an_artifact_that_costs_too_many_parameters_is_not_asked_for(ids: Ids) -
     assert "rent" in choice.refused[ids["mlp"]].reason and ids["mlp"] not in [
         m.artifact_id for m in choice.matches
     ]
+
+
+@pytest.mark.parametrize("name", ["required", "preferred", "excluded"])
+def test_a_misspelt_tag_is_refused_before_the_training(ids: Ids, name: str) -> None:
+    with pytest.raises(EsperError) as refused:
+        controller(bed(), policy="off", query={name: ["high_sped"]})
+    assert refused.value.code == "E1030" and refused.value.node == f"query.{name}"
+    assert "did you mean high_speed" in str(refused.value.hint)
 
 
 def test_refusals_are_told_by_reason_with_counts_and_the_nearest_first(own: tuple[Library, Ids]) -> None:
