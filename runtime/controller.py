@@ -13,10 +13,11 @@ moves a slot or touches a gradient.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ from runtime.strategy.plateau import plateau
 from runtime.strategy.policies import Policy, View, carry, policy_of
 from runtime.strategy.pressure import Ladder, hardware
 from runtime.strategy.ranks import checked, mean_loss, rank
+from runtime.strategy.running import Run
 from runtime.strategy.settings import Settings, settings_of
 from runtime.strategy.sites import Scores, scores
 from runtime.strategy.tensorboard import TensorBoardWriter
@@ -91,6 +93,8 @@ class TamiyoController:
             self.bus.subscribe(EventFile(settings.run_dir))
             if settings.tensorboard:
                 self.bus.subscribe(TensorBoardWriter(Path(settings.run_dir) / "tensorboard"))
+        self._run = Run(self.bus, self.growth.epoch, self.growth.step)
+        weakref.finalize(self, self._run.given_up)
         self.observer = HealthObserver(memory=settings.sites.memory)
         self.growth.observe(self.observer, every=settings.telemetry_every)
         self.ladder = Ladder(self._observe_less, self._eager)
@@ -115,6 +119,7 @@ class TamiyoController:
         def measured(model: nn.Module) -> Any:
             return checked(validate(model))
 
+        self._run.at(self.growth.epoch, self.growth.step)
         loss = mean_loss(evidence.losses(measured, self.model))
         self._judge(measured)
         self._history.append(loss)
@@ -214,9 +219,16 @@ class TamiyoController:
             )  # fmt: skip
         return found
 
-    def close(self) -> None:
-        """The run is over: boards stop following it."""
-        self.bus.publish(Event("RUN_FINISHED", self.growth.epoch, self.growth.step))
+    def close(self, error: BaseException | None = None) -> None:
+        """The run is over, or failed with `error`: boards stop following it. `with` does it too; a run that
+        nobody closes is closed when its process ends."""
+        self._run.end(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     # -- measuring
 
@@ -283,6 +295,7 @@ class TamiyoController:
 
     def _heard(self, event: Event) -> None:
         """A rollback is the trainer's, and told to the library when it happens: no boundary sees it."""
+        self._run.heard(event)
         artifact = str(event.facts.get("artifact", ""))
         if event.kind == "SEED_ROLLED_BACK" and artifact and self.settings.field_reports and rank() == 0:
             before, now = self._begun.get(event.slot), self._history[-1:]

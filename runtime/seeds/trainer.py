@@ -94,6 +94,14 @@ class Trainer:
     def fit(self, epochs: int) -> None:
         """Train until `epochs` epochs are done, counted from the beginning of the run. E1016 after more than
         `most_rollbacks` at one point."""
+        try:
+            self._fit(epochs)
+        except BaseException as error:
+            self.growth.emit("RUN_FAILED", reason=f"{type(error).__name__}: {error}")
+            raise
+        self.growth.emit("RUN_FINISHED")
+
+    def _fit(self, epochs: int) -> None:
         if not self.shelf.all():
             self.checkpoint()
         while self.epoch < epochs:

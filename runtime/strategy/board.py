@@ -21,10 +21,11 @@ from rich.text import Text
 from esper_ir.diagnostics import printable
 from runtime.seeds.events import FILE, EventReader
 from runtime.strategy.errors import fail
+from runtime.strategy.running import FAILED, FINISHED, STARTED, gone
 
 SHOWN_EVENTS = 12
 BARS = "▁▂▃▄▅▆▇█"
-QUIET = ("BOUNDARY", "EPOCH", "CHECKPOINT")
+QUIET = ("BOUNDARY", "EPOCH", "CHECKPOINT", STARTED)
 _COLOUR = {
     "DORMANT": "dim",
     "TRAINING": "yellow",
@@ -41,7 +42,8 @@ _COLOUR = {
 
 @dataclass
 class Board:
-    """What the events said so far."""
+    """What the events said so far. `end`: what they say of the run's end, "" while it goes on; `process`: who
+    runs it."""
 
     losses: list[float] = field(default_factory=list)
     epoch: int = -1
@@ -49,7 +51,14 @@ class Board:
     last: Mapping[str, Any] = field(default_factory=dict)
     latest: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=SHOWN_EVENTS))
     counts: dict[str, int] = field(default_factory=dict)
-    finished: bool = False
+    end: str = ""
+    reason: str = ""
+    process: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """running, finished, failed, or stale: its process is gone and said nothing of an end."""
+        return self.end or ("stale" if gone(self.process) else "running")
 
     def take(self, event: Mapping[str, Any]) -> None:
         """One event of the file."""
@@ -57,15 +66,25 @@ class Board:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self.epoch = max(self.epoch, int(event.get("epoch", -1)))
         self.step = max(self.step, int(event.get("step", 0)))
+        if kind in (STARTED, "EPOCH"):
+            self.end = self.reason = ""  # it goes on, or again
         if kind == "EPOCH":
             self.last = event.get("facts", {})
             loss = self.last.get("validation_loss")
             if isinstance(loss, int | float):
                 self.losses.append(float(loss))
-        elif kind == "RUN_FINISHED":
-            self.finished = True
+        elif kind == STARTED:
+            self.process = event.get("facts", {})
+        elif kind in (FINISHED, FAILED):
+            self._ends(kind, event.get("facts", {}))
         elif kind not in QUIET:
             self.latest.append(event)
+
+    def _ends(self, kind: str, facts: Mapping[str, Any]) -> None:
+        if facts.get("run", self.process.get("run")) != self.process.get("run"):
+            return  # one that another took the place of, in the same folder
+        self.end = "finished" if kind == FINISHED else "failed"
+        self.reason = str(facts.get("reason", ""))
 
     def to_json(self) -> dict[str, Any]:
         """As data, for `--json`."""
@@ -73,7 +92,9 @@ class Board:
             "schema": "esper-watch/1",
             "epoch": self.epoch,
             "step": self.step,
-            "finished": self.finished,
+            "finished": self.end == "finished",
+            "state": self.state,
+            "reason": self.reason,
             "validation_losses": self.losses,
             "last": dict(self.last),
             "counts": self.counts,
@@ -85,7 +106,9 @@ class Board:
         return Group(self._head(), self._slots(), self._events())
 
     def _head(self) -> Text:
-        state = "finished" if self.finished else "running"
+        state = self.state + (f": {printable(self.reason)[:200]}" if self.reason else "")
+        if self.state == "stale":
+            state = f"stale: process {self.process.get('pid')} is gone and said nothing of an end"
         text = Text(f"epoch {self.epoch}, step {self.step}, {state}", style="bold")
         loss, accuracy = self.last.get("validation_loss"), self.last.get("validation_accuracy")
         if isinstance(loss, int | float):
@@ -178,11 +201,11 @@ def watch(folder: Path, console: Console, *, once: bool = False, interval_s: flo
         raise fail("E1034", f"no {FILE}", node=str(folder), hint="give the run_dir of the configuration")
     for event in reader.read():
         board.take(event)
-    if once or board.finished or not console.is_terminal:
+    if once or board.state != "running" or not console.is_terminal:
         console.print(board.render())
         return board
     with Live(board.render(), console=console, auto_refresh=False, screen=False) as live:
-        while not board.finished:
+        while board.state == "running":
             time.sleep(interval_s)
             for event in reader.read():
                 board.take(event)

@@ -114,8 +114,10 @@ class Chooser:
         self.library, self.settings = library, settings
         known = library.tags()
         for name in ("required", "preferred", "excluded"):
-            for tag in set(getattr(settings, name)) - known:
-                raise fail("E1030", f"unknown tag {tag!r}", node=f"query.{name}", hint=near_tags(tag, known))
+            for tag in getattr(settings, name):
+                if tag not in known:
+                    hint = near_tags(tag, known)
+                    raise fail("E1030", f"unknown tag {tag!r}", node=f"query.{name}", hint=hint)
         self._facts: dict[str, Mapping[str, Any]] = {}
         self._interfaces: dict[str, launch.Interface] = {}
         self._asked: tuple[tuple[KernelQuery, int], KernelQueryResult] | None = None

@@ -63,6 +63,9 @@ class GrowthCallback(Base):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self.tamiyo.close()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.tamiyo.close(exception)
+
     def state_dict(self) -> dict[str, Any]:
         return {"tamiyo": self.tamiyo.state_dict()}
 

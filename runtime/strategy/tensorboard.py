@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.seeds.facts import Event
 from runtime.strategy.errors import fail
+from runtime.strategy.running import FAILED, FINISHED
 
 
 class TensorBoardWriter:
@@ -24,7 +25,7 @@ class TensorBoardWriter:
     def __call__(self, event: Event) -> None:
         if event.kind == "EPOCH":
             self._epoch(event)
-        elif event.kind == "RUN_FINISHED":
+        elif event.kind in (FINISHED, FAILED):
             self._writer.close()
         elif event.slot:
             told = ", ".join(f"{k} {v}" for k, v in event.facts.items())

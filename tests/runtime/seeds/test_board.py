@@ -20,6 +20,7 @@ from runtime.seeds.events import EventFile, EventReader, LocalBus, plain
 from runtime.seeds.facts import Event
 from runtime.seeds.lifecycle import Lifecycle, Limits
 from runtime.strategy.board import Board, bar, sparkline, watch
+from runtime.strategy.running import _began, gone, process
 from runtime.strategy.settings import Settings, settings_of
 
 ROW = {
@@ -109,7 +110,7 @@ def test_the_board_shows_slots_stages_alphas_and_health(tmp_path: Path) -> None:
                    "finished",
                    "validation loss 0.5000", "accuracy 72.00 %", "SEED_FOSSILIZED", "slots (4)"):  # fmt: skip
         assert wanted in text, wanted
-    assert board.losses == [2.0, 1.0, 0.5] and board.finished
+    assert board.losses == [2.0, 1.0, 0.5] and board.state == "finished"
 
 
 def test_names_in_events_cannot_steer_the_terminal(tmp_path: Path) -> None:
@@ -130,6 +131,65 @@ def test_watch_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["schema"] == "esper-watch/1" and json.loads(done.stdout)["epoch"] == 2
     done = CliRunner().invoke(main, ["watch", str(tmp_path / "none"), "--json"])
     assert done.exit_code == 10 and json.loads(done.stdout)["error"]["code"] == "E1034"
+
+
+def test_the_board_tells_how_a_run_ended(tmp_path: Path) -> None:
+    board = Board()
+
+    def take(kind: str, **facts: Any) -> str:
+        board.take({"kind": kind, "epoch": 1, "facts": facts})
+        return board.state
+
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    began = {**process(), "pid": child.pid, "began": _began(child.pid)}
+    assert take("RUN_STARTED", run="a", **began) == "running"
+    assert take("RUN_STARTED", run="b", **began) == "running"
+    assert take("RUN_FINISHED", run="a") == "running", "another took its place"
+    assert take("RUN_FAILED", run="b", reason="ValueError: no\x1b[2J") == "failed"
+    console = Console(record=True, width=140, file=(tmp_path / "screen").open("w", encoding="utf-8"))
+    console.print(board.render())
+    assert "failed: ValueError: no" in (shown := console.export_text()) and "\x1b" not in shown
+    assert take("EPOCH") == "running", "it goes on"
+    child.kill()
+    while not gone(began):  # killed, and not even waited for
+        pass
+    assert board.state == "stale" == board.to_json()["state"]
+    child.wait()
+    assert board.state == "stale" and not gone({**began, "host": "elsewhere"}) and not gone({})
+    assert gone({**process(), "began": "1"}), "another process has its number now"
+    console.print(board.render())
+    assert f"stale: process {child.pid} is gone" in console.export_text()
+    assert take("RUN_FINISHED") == "finished"
+
+
+ENDS = """
+import os, sys, torch, runtime
+def grown():
+    model = runtime.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4)), "0")
+    runtime.attach(model, torch.optim.SGD(model.parameters(), 0.1))
+    return runtime.TamiyoController(model, policy="off", run_dir=sys.argv[1])
+tamiyo = grown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "reason"),
+    [
+        ("", "finished", ""),
+        ("with tamiyo: raise ValueError('in a block')", "failed", "ValueError: in a block"),
+        ("raise ValueError('no data\\nmore')", "failed", "ValueError: no data"),
+        ("if os.fork() == 0: sys.exit()\nos.wait()\nos.kill(os.getpid(), 9)", "stale", ""),
+    ],
+)
+def test_a_run_says_its_end_though_nobody_closes_it(
+    ids: dict[str, str], tmp_path: Path, how: str, state: str, reason: str
+) -> None:
+    subprocess.run([sys.executable, "-c", ENDS + how, str(tmp_path)], timeout=120, stderr=subprocess.DEVNULL)
+    shown = CliRunner().invoke(main, ["watch", str(tmp_path), "--json"])
+    found = json.loads(shown.stdout)
+    assert (found["state"], found["reason"]) == (state, reason)
+    ends = sum(found["counts"].get(kind, 0) for kind in ("RUN_FINISHED", "RUN_FAILED"))
+    assert ends == (state != "stale")
 
 
 def test_bars_and_sparklines() -> None:

@@ -269,11 +269,15 @@ def test_a_loss_that_is_not_finite_rolls_back_and_gives_up_in_the_end(
     ids: dict[str, str], tmp_path: Path
 ) -> None:
     run = make(tmp_path, ids["mlp"], "DORMANT")
+    ends: list[tuple[str, Any]] = []
+    run.growth.listeners.append(lambda e: ends.append((e.kind, e.facts)) if e.kind[:3] == "RUN" else None)
     run.fit(1)
+    assert ends == [("RUN_FINISHED", {})]
     inner, run.loss = run.loss, lambda m, b: inner(m, b) * float("nan")
     with pytest.raises(EsperError) as error:
         run.fit(2)
     assert error.value.code == "E1016"
+    assert len(ends) == 2 and ends[1][0] == "RUN_FAILED" and "E1016" in ends[1][1]["reason"]
     run.loss, run.rollbacks = inner, 0
     run.put_back(run.shelf.newest()[1])
     run.fit(2)
