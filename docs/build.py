@@ -4,8 +4,8 @@
 
 docs/errors.md comes from docs/errors.d/*.md (one `## E0123 Title` entry per code), the command references
 from the click tools themselves, docs/torch.md's table from what tests/runtime/matrix/ declares and the tests
-run, the README's blueprint from examples/, its table and
-docs/measurements.md from bench/results/.
+run, docs/controller.md's from the records of the configuration, the README's blueprint from examples/, its
+table and docs/measurements.md from bench/results/.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from docs import families, measured, samples
+from docs import families, measured, samples, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -191,6 +191,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     path = DOCS / "risk.md"
     text = between(path.read_text(encoding="utf-8"), "features", risk_features())
     yield path, between(text, "bench", measured.risk_tables())
+    path = DOCS / "controller.md"
+    yield path, between(path.read_text(encoding="utf-8"), "settings", settings.table())
     path = DOCS / "torch.md"
     yield path, between(path.read_text(encoding="utf-8"), "torch", torch_table())
     yield DOCS / "samples.md", samples.page()

@@ -193,7 +193,8 @@ class TamiyoController:
             return f"led to a rollback at {site}"
         rent = self.chooser.parameters(artifact) / max(sum(p.numel() for p in self.model.parameters()), 1)
         if rent > self.growth.limits.max_rent:  # the last gate would refuse what it had let grow
-            return f"rent {rent:.1%} of the host's parameters, at most {self.growth.limits.max_rent:.1%} (limits.max_rent)"
+            most = self.growth.limits.max_rent
+            return f"rent {rent:.1%} of the host's parameters, at most {most:.1%} (limits.max_rent)"
         return bans.quarantine.get(artifact, "")
 
     def explain(self, slot: str | None = None, epoch: int | None = None) -> str:

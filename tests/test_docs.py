@@ -22,6 +22,7 @@ import pytest
 
 from docs.build import TOOLS, commands, entries, load_tool
 from docs.families import family_of
+from docs.settings import rows
 from esper_ir.registry import OPS
 from tests.source import PACKAGES, ROOT, parse, python_files, relative
 
@@ -33,6 +34,7 @@ TEST_NAME = re.compile(r"[:`](test_\w+)`")
 VARIABLE = re.compile(r"""["'](ESPER_[A-Z_]+)["']""")
 FOLDER = re.compile(r"^#+ `([\w/]+)/`")
 FILE = re.compile(r"`([\w/*.]+\.(?:py|c|toml|md|json))`")
+PATH = re.compile(r"\b(?:docs|examples|bench|esper_ir|forge|gauntlet|library|runtime|tests)/[\w/.-]*\w")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
@@ -116,6 +118,32 @@ def test_architecture_names_files_that_exist() -> None:
             name for name in FILE.findall(line) if not (any(ROOT.glob(name)) or any(folder.glob(name)))
         ]
     assert not missing, missing
+
+
+def test_examples_name_files_that_exist() -> None:
+    named = {
+        (relative(path), name)
+        for path in (ROOT / "examples").iterdir()
+        for name in PATH.findall(path.read_text(encoding="utf-8"))
+    }
+    missing = sorted(f"{where}: {name}" for where, name in named if not (ROOT / name).exists())
+    assert named and not missing, missing
+
+
+def test_every_setting_is_in_the_table_with_default_and_meaning() -> None:
+    page = (ROOT / "docs" / "controller.md").read_text(encoding="utf-8")
+    assert (
+        "| `telemetry_every` | `50` | steps |" in page and "| `limits.max_latency_us` | `.inf` | us |" in page
+    )
+    assert "| `policy` | `heuristic` |" in page and "`fixed_schedule`, `off`, `replay` |" in page
+
+    @dataclass(frozen=True)
+    class Silent:
+        a: int = 1  # [steps] between
+        b: float = 0.5
+
+    with pytest.raises(SystemExit, match="Silent.b has no comment"):
+        list(rows(Silent, ""))
 
 
 def test_every_promise_has_its_test() -> None:

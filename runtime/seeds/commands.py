@@ -38,21 +38,15 @@ class GraftingStrategy(StrEnum):
 
 @dataclass(frozen=True)
 class Graft:
-    """What a graft is to be like; every field has the default of the design.
+    """What a graft is to be like; every field has the default of the design."""
 
-    `operator`: lerp, add, mul, gate. `curve`: linear, sigmoid, cosine. `objective`: proximal, reconstruct,
-    ste, shadow. `isolate`: "until_fine_tuning" (the seed's input is detached until then), "always", "never".
-    `fossil`: "frozen", "train" (the host's learning rate). `ramp_steps` 0: the limits' number. `lr_scale`:
-    of the seed's group, by the first group of the host.
-    """
-
-    operator: str = "lerp"
-    curve: str = "linear"
-    objective: str = "proximal"
-    isolate: str = "until_fine_tuning"
-    fossil: str = "frozen"
-    ramp_steps: int = 0
-    lr_scale: float = 1.0
+    operator: str = "lerp"  # how the seed's result is blended with the layer's
+    curve: str = "linear"  # of alpha over the ramp
+    objective: str = "proximal"  # what a seed minimises beside its host
+    isolate: str = "until_fine_tuning"  # how long the host's gradient passes the graft by
+    fossil: str = "frozen"  # what a kept graft's parameters do; `train`: at the host's learning rate
+    ramp_steps: int = 0  # [steps] that alpha rises; 0: `limits.ramp_steps`
+    lr_scale: float = 1.0  # learning rate of a seed by that of the host's first group
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a run says of its beginning and its end, and whether one that said nothing of its end still goes on.
 
 RUN_STARTED names the process. The end is RUN_FINISHED or RUN_FAILED, said by whoever knows it (`close`, a
-trainer), else when the controller is given up or the interpreter ends; a process that was killed says neither,
-and a reader of its events looks whether it is there.
+trainer), else when the controller is given up or the interpreter ends; a process that was killed says
+neither, and a reader of its events looks whether it is there.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Run:
         self.bus.publish(Event(kind, self.epoch, self.step, "", {"run": self._name, **why}))
 
     def given_up(self) -> None:
-        """Nobody holds the controller any more, or the interpreter ends: by an error that nobody caught, if it
-        printed one. Not in a process that was forked from the run's."""
+        """Nobody holds the controller any more, or the interpreter ends: by an error that nobody caught, if
+        it printed one. Not in a process that was forked from the run's."""
         if os.getpid() == self._process:
             error = getattr(sys, "last_value", None)
             self.end(None if id(error) == self._before or hasattr(sys, "ps1") else error)

@@ -27,86 +27,75 @@ STRATEGIES = ("auto", "FIXED_RAMP", "PERFORMANCE_LINKED", "DRIFT_CONTROLLED", "G
 
 @dataclass(frozen=True)
 class PlateauSettings:
-    """When progress has stopped: the best validation loss of the last `window` epochs is less than
-    `min_improvement` (relative) below the best before. Not before epoch `warmup`."""
+    """When progress has stopped."""
 
-    window: int = 4
-    min_improvement: float = 0.02
-    warmup: int = 4
+    window: int = 4  # [epochs] that are compared with all before them
+    min_improvement: float = 0.02  # [relative] of its best loss to the best before; less is a plateau
+    warmup: int = 4  # [epochs] before which there is no plateau
 
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """What makes a slot worth a seed. A slot's score is `gain_weight` times its share of the predicted gain
-    plus the robust distance of its health from that of comparable slots; slots under `min_score` are left
-    alone. `min_gain`, `min_alignment`: a predicted gain below either counts as none. `recovered`: a
-    germinated seed is cancelled when the score fell under this share of what it was. `min_samples`:
-    sampled steps before the health of a slot counts."""
+    """What makes a slot worth a seed: its score is its share of the predicted gain plus the robust distance
+    of its health from that of comparable slots."""
 
-    min_score: float = 3.0
-    gain_weight: float = 6.0
-    min_alignment: float = 0.2
-    min_gain: float = 0.001
-    recovered: float = 0.25
-    min_samples: int = 4
-    memory: float = 0.7
+    min_score: float = 3.0  # slots under it are left alone
+    gain_weight: float = 6.0  # score of a slot that has all of the predicted gain, fully aligned
+    min_alignment: float = 0.2  # [-1 to 1] under which a predicted gain counts as none
+    min_gain: float = 0.001  # [share] of the gradient, under which a predicted gain counts as none
+    recovered: float = 0.25  # [share] of its score at germination, under which a waiting seed is cancelled
+    min_samples: int = 4  # [sampled steps] of an epoch before the health of a slot counts
+    memory: float = 0.7  # [share] of the sums behind the predicted gain that the next epoch keeps
 
 
 @dataclass(frozen=True)
 class QuerySettings:
-    """What the library is asked for. `required`, `preferred`, `excluded`: tags; `blueprints`: only these
-    (ids or prefixes, best first; empty: any). `memory_pressure`: share of memory in use from which
-    `low_memory` is preferred; `latency_budget_ms`: bound for p99 latency, from which `high_speed` is
-    preferred as well. `candidates`: how many answers are looked at."""
+    """What the library is asked for."""
 
-    required: tuple[str, ...] = ()
-    preferred: tuple[str, ...] = ("trainable", "numerically_stable")
-    excluded: tuple[str, ...] = ()
-    blueprints: tuple[str, ...] = ()
-    memory_pressure: float = 0.8
-    latency_budget_ms: float | None = None
-    candidates: int = 50
+    required: tuple[str, ...] = ()  # tags that an artifact must have
+    preferred: tuple[str, ...] = ("trainable", "numerically_stable")  # tags that rank it higher
+    excluded: tuple[str, ...] = ()  # tags that it must not have
+    blueprints: tuple[str, ...] = ()  # only these (ids or prefixes), best first; empty: any
+    memory_pressure: float = 0.8  # [share] of memory in use from which `low_memory` is preferred
+    latency_budget_ms: float | None = None  # [ms] bound of p99 latency; with one `high_speed` is preferred
+    candidates: int = 50  # answers that are looked at
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One line of a fixed schedule: at this epoch, this slot ("module/chunk") gets this artifact; without
-    one, what a query finds."""
+    """One line of a fixed schedule."""
 
-    epoch: int
-    slot: str
-    artifact: str = ""
+    epoch: int  # at which it is asked for
+    slot: str  # "module/chunk"
+    artifact: str = ""  # id; empty: what the query finds
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a controller can be told. `waiting`: seeds that may wait in GERMINATED at a time;
-    `fine_tune_epochs`: epochs of FINE_TUNING before its seed is measured again; `max_germinations`: in one
-    run; `seed`: of the random policy; `random_chance`: that it germinates at an epoch; `telemetry_every`:
-    steps between samples; `strategy`: of grafting, "auto" chooses by stability; `run_dir`: where events are
-    written; `journal`: what the replay policy replays."""
+    """Everything a controller can be told. The comments of fields, units in brackets, are the table of
+    docs/controller.md."""
 
-    policy: str = "heuristic"
+    policy: str = "heuristic"  # who gets a seed, and when
     plateau: PlateauSettings = PlateauSettings()
     sites: SiteSettings = SiteSettings()
     query: QuerySettings = QuerySettings()
     graft: Graft = Graft()
     limits: Limits | None = None
-    schedule: tuple[Planned, ...] = ()
-    strategy: str = "auto"
-    waiting: int = 1
-    fine_tune_epochs: int = 2
-    max_germinations: int = 1000
-    seed: int = 0
-    random_chance: float = 0.2
-    telemetry_every: int = 50
-    run_dir: str = ""
-    journal: str = ""
-    tensorboard: bool = False
-    field_reports: bool = True
+    schedule: tuple[Planned, ...] = ()  # lines for `fixed_schedule`
+    strategy: str = "auto"  # of grafting; `auto` chooses by stability
+    waiting: int = 1  # seeds that may wait for their turn at a time
+    fine_tune_epochs: int = 2  # [epochs] of FINE_TUNING before a seed is measured again
+    max_germinations: int = 1000  # seeds in one run
+    seed: int = 0  # of the policy `random`
+    random_chance: float = 0.2  # [0 to 1] that the policy `random` asks for a seed at an epoch
+    telemetry_every: int = 50  # [steps] from one sample of a layer to the next; see `sites.min_samples`
+    run_dir: str = ""  # folder for events; empty: none are written
+    journal: str = ""  # path of what the policy `replay` replays
+    tensorboard: bool = False  # scalars too, in `run_dir`
+    field_reports: bool = True  # outcomes are told to the library
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
+CHOICES: Mapping[str, tuple[str, ...]] = {
     "policy": POLICIES,
     "strategy": STRATEGIES,
     "graft.operator": ("lerp", "add", "mul", "gate"),
@@ -219,7 +208,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 def _plain(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < 1 << 1000 else _INFINITE
-    allowed = _CHOICES.get(where)
+    allowed = CHOICES.get(where)
     if value is False and "off" in (allowed or ()):
         value = "off"  # YAML reads the bare word as a truth value
     if type(value) is not kind:

@@ -5,8 +5,9 @@ new branch there could take away (`runtime.seeds.telemetry`): by that of all slo
 that noise, which has no alignment, counts little. The *distance* is how far effective rank and share of dead
 nodes of a slot lie from those of comparable slots (of as many features), in robust standard deviations: a
 layer that is narrower, deader or noisier than its siblings. With fewer than three comparable others there is
-no such distance. What is dead needs no comparison: a layer loses by it whatever its siblings do, so the distance
-is at least one for every further halving of the live nodes once half are dead, and the most where none is left.
+no such distance. What is dead needs no comparison: a layer loses by it whatever its siblings do, so the
+distance is at least one for every further halving of the live nodes once half are dead, and the most where
+none is left.
 """
 
 from __future__ import annotations

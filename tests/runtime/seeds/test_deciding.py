@@ -129,7 +129,7 @@ def test_a_layer_that_is_all_dead_is_the_worst_whatever_its_siblings(names: str)
     assert found.slots[found.best()[0]] == f"{names[-1]}/0" and found.total.max() > SiteSettings().min_score
     (decision,) = policy_of(Settings()).germinate(view(packet(rows)))
     assert decision.command is not None and "sees a constant" in decision.text()
-    every = scores(packet({slot: dead for slot in rows}), SiteSettings())
+    every = scores(packet(dict.fromkeys(rows, dead)), SiteSettings())
     assert every.total.min() > SiteSettings().min_score, "dead siblings make it no better"
 
 
@@ -184,8 +184,8 @@ def test_the_nearest_slot_is_named_with_its_score_and_the_threshold() -> None:
 @pytest.mark.parametrize(
     ("samples", "steps", "every", "told"),
     [
-        (1.0, 24, 50, "1 of the 4 needed (sites.min_samples); one step in 50 is sampled (telemetry_every), and "
-                      "an epoch has 24: set telemetry_every to at most 6"),
+        (1.0, 24, 50, "1 of the 4 needed (sites.min_samples); one step in 50 is sampled (telemetry_every), "
+                      "and an epoch has 24: set telemetry_every to at most 6"),
         (0.0, 2, 50, "set sites.min_samples to at most 2, telemetry_every to 1"),
         (0.0, 500, 50, "are the wrapped layers called while training?"),
     ],
