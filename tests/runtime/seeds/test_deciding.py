@@ -223,6 +223,17 @@ def test_when_nothing_fits_the_next_slot_is_looked_at() -> None:
     assert second.command is not None and second.command.kernel_artifact_id == "two"
 
 
+def test_refusals_that_differ_in_ids_and_sizes_alone_are_one_group() -> None:
+    said = [
+        f"verdict on {n:012x}-cpu-v4-fast-{n:08x}: {n} of 1 signatures (by {n:016x})" for n in (7, 0xAB, 9)
+    ]
+    said += [f"takes {shape}, the layer gives [50, 96]{axis}" for shape, axis in
+             (("['n', 64]", " (axis 1)"), ("[1, 'n', 32, 32]", ""))]  # fmt: skip
+    refused = {str(n): Rejected("E0810", reason) for n, reason in enumerate(said)}
+    told = Choice(KernelQuery(), (), refused).why()
+    assert told.endswith(f"5 refused, 3 because: {said[0]}; 2 because: {said[3]}")
+
+
 def test_a_waiting_seed_is_cancelled_when_its_slot_recovered() -> None:
     given = packet(six(), a={"state": S.GERMINATED})
     (found,) = policy_of(Settings()).germinate(view(given, asked_at={"a/0": 8.0}, germinated=1000))
