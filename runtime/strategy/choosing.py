@@ -26,7 +26,8 @@ from runtime.strategy.settings import QuerySettings
 
 LOW_MEMORY, HIGH_SPEED = "low_memory", "high_speed"
 GROUPS = 8  # reasons that one line shows
-_OWN = re.compile(r"[0-9a-f]{8,}[\w-]*|\[[^]]*\]|\(axis.*|[\d.]+%?")  # what differs between refusals for one reason
+_OWN = re.compile(r"[0-9a-f]{8,}[\w-]*|\[[^]]*\]|\(axis.*|[\d.]+%?")
+"""What differs between refusals for one reason."""
 FAILURES = ("CRASHED", "MISMATCH", "DIVERGED", "ROLLED_BACK")
 
 
