@@ -166,7 +166,7 @@ def test_a_transformer_grows_where_it_was_crippled(library: Library) -> None:
     assert losses[-1] < losses[15]
 
 
-def test_seeds_that_do_nothing_are_never_kept(library: Library, tmp_path: Path) -> None:
-    found = lives.trap(library, tmp_path, hosts=4, epochs=10)
+def test_seeds_that_do_nothing_are_never_kept(tmp_path: Path) -> None:
+    found = lives.trap(str(tmp_path), hosts=4, epochs=10)
     assert all(figure["value"] == 0 for figure in found.values()), found
     assert next(iter(found.values()))["hosts_loss_fell_by"] > 0.3
