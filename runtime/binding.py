@@ -354,10 +354,16 @@ class Block(nn.Module):
         own["copies"] += self._state.copied()
         return {name: own[name] + shared[name] for name in own}
 
+    def uncount(self) -> None:
+        """Counters as after loading."""
+        self._seat(self.program)
+        for counter in Counters.__slots__:
+            setattr(self._counters, counter, int(counter == "loads"))
+
     def report(self) -> dict[str, Any]:
         """Artifact, verdict, what was chosen, counters and tolerated differences, as plain data."""
         entry, program = self._handle.entry, self._state.program
-        verdict = entry.verdict
+        verdict, text = entry.verdict, blueprint_document(entry.container.manifest)
         return {
             "artifact": self._name,
             "blueprint": entry.container.manifest["blueprint"]["id"],
@@ -368,6 +374,9 @@ class Block(nn.Module):
             "native": program.uses_native,
             "failed_in_use": self._broken,
             "dispatch": self._dispatch,
+            "draws": list(program.interface.random),
+            "updates": [name for name, _ in program.interface.updates],
+            "imported_mode": text.get("metadata", {}).get("imported", {}).get("mode"),
             "variants": program.variants(),
             "counters": self._counts(),
             "verdict": verdict.__dict__.copy() if verdict is not None else None,

@@ -24,7 +24,7 @@ from runtime.bound import BoundDispatch, BoundLayout, Kernels, bind
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
 from runtime.errors import fail
-from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out
+from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out, other_rank
 from runtime.memo import Memo
 
 READY_LIMIT = 256
@@ -219,9 +219,7 @@ class Program:
             )
         for spec, shape in zip(specs, shapes, strict=True):
             if len(shape) != len(spec.shape):
-                declared = ", ".join(map(str, spec.shape))
-                message = f"{spec.name} has the shape {list(shape)}, declared [{declared}]"
-                raise fail("E0810", message, node=spec.name)
+                raise other_rank(spec, shape)
         dims = {d.name: int(shapes[d.tensor][d.axis]) for d in self.interface.dims}
         self._check_ranges(dims)
         for spec, shape in zip(specs, shapes, strict=True):

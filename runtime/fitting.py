@@ -1,30 +1,24 @@
-"""Whether and how an artifact fits a module: leaves to tensors by name and shape, then a trial on random
-tensors."""
+"""Whether and how an artifact fits a module: leaves to tensors by name and shape, then a trial
+(`runtime.trial`)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from esper_ir.diagnostics import EsperError
-from library.launch import DimSource, TensorSpec, evaluate
+from library.launch import TensorSpec
 from library.manifest import blueprint_document
-from runtime import parameters
+from runtime import parameters, trial
 from runtime.adapters import Unfoldable, is_adapter
 from runtime.binding import Block
 from runtime.errors import fail
-from runtime.executor import Counters
-from runtime.seat import NCHW, NHWC, Options, Place, Seat
-from runtime.state import given
-
-# Relative L2 error of a trial. Generous for the arithmetic, far below what a wrong wiring gives (about 1).
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+from runtime.seat import NHWC, Options, Place, Seat
 
 
 class Wish(Protocol):
@@ -54,20 +48,28 @@ def seat(name: str, module: nn.Module, block: Block, wish: Wish, options: Option
     params = tuple(p.name for p in _parameters(module))
     made = Seat(name, block, type(module), places, params, options)
     declared = {wish.names.get(name, name): at for name, at in program.interface.updates}
-    made.channels_last, made.mode, made.updates = wish.channels_last, wish.mode, {**declared, **wish.updates}
+    made.channels_last, made.updates = wish.channels_last, {**declared, **wish.updates}
     _check_updates(name, module, made)
     _check_unused(name, module, made)
-    # Numbers that both draw for themselves cannot agree.
-    if (
-        options.check
-        and not made.draws
-        and not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-    ):
-        _tried(name, module, made)
-        for counter in Counters.__slots__:
-            setattr(block._counters, counter, int(counter == "loads"))  # the trial is not use
+    if options.check and not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        trial.hold(name, module, made, wish.mode, _dropped(text))
+        block.uncount()  # the trial is not use
+    else:
+        _untried(made, wish.mode)
     made.settle()
     return made
+
+
+def _untried(made: Seat, mode: str) -> None:
+    """What draws or updates buffers is a step of training: without a trial the other mode is the module's."""
+    made.mode = mode if mode != "auto" else "train" if made.draws or made.updates else "always"
+    if mode == "auto" and made.mode == "train":
+        made.left = {"eval": "not tried, and the artifact draws numbers or updates buffers"}
+
+
+def _dropped(text: Any) -> list[float]:
+    """The share of every dropout of a blueprint."""
+    return [float(n.get("attrs", {}).get("p", 0.5)) for n in text["nodes"] if n["op"] == "dropout"]
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:
@@ -93,13 +95,10 @@ def _place(
         raise _absent(name, module, spec, place) from None
     except Unfoldable as reason:
         raise fail("E0851", f"{name}.{place.path}: {reason}", node=name) from None
-    if not isinstance(value, Tensor) or type(value).__name__ == "DTensor":
-        raise fail(
-            "E0851",
-            f"{name}.{place.path} is a {type(value).__name__}",
-            node=name,
-            hint="swap before sharding",
-        )
+    if not isinstance(value, Tensor):
+        raise _absent(name, module, spec, place, f": it is {_shown(value)}")
+    if type(value).__name__ == "DTensor":
+        raise fail("E0851", f"{name}.{place.path} is a DTensor", node=name, hint="swap before sharding")
     if value.dtype is not getattr(torch, spec.dtype):
         raise fail(
             "E0851", f"{name}.{place.path} is {value.dtype}, the leaf {spec.name} {spec.dtype}", node=name
@@ -118,12 +117,16 @@ def _order(name: str, place: Place, value: Tensor, wanted: list[int], wish: Wish
     raise fail("E0851", f"{name}.{place.path} has the shape {shape}, the leaf {wanted}", node=name)
 
 
-def _absent(name: str, module: nn.Module, spec: TensorSpec, place: Place) -> EsperError:
+def _shown(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _absent(name: str, module: nn.Module, spec: TensorSpec, place: Place, told: str = "") -> EsperError:
     own = [n for n, _ in (*module.named_parameters(), *module.named_buffers())]
     near = get_close_matches(place.path, own, 3, 0.1) or own[:3]
     return fail(
         "E0851",
-        f"{name} has no tensor {place.path} for the leaf {spec.name}",
+        f"{name} ({type(module).__name__}) has no tensor {place.path} for the leaf {spec.name}{told}",
         node=name,
         hint=f"Fit(id, names={{{spec.name!r}: ...}}); the module has {', '.join(near) or 'none'}",
     )
@@ -147,146 +150,3 @@ def _check_unused(name: str, module: nn.Module, made: Seat) -> None:
         inside = any(path.startswith(f"{w}.") if w else True for w in wrapped)
         if path not in used and not inside:
             raise fail("E0851", f"{name}.{path} is read by no leaf of {made.block.artifact_id}", node=name)
-
-
-# -- the trial
-
-
-def _tried(name: str, module: nn.Module, made: Seat) -> None:
-    """Compare on random tensors; square weights whose orientation the shapes do not tell are tried both ways.
-    E0852 when no way agrees."""
-    square = [i for i, p in enumerate(made.places) if isinstance(p, Place) and _square(module, p)]
-    first, error, limit = made.places, 0.0, 0.0
-    for ways in [(), tuple(square)] if square else [()]:
-        made.places = tuple(_turned(p) if i in ways else p for i, p in enumerate(first))
-        error, limit = _trial(name, module, made, 0)
-        if error <= limit:
-            made.folds = made.folds and _folds(name, module, made)
-            return
-    raise fail(
-        "E0852",
-        f"{name}: {made.block.artifact_id} gives other results than the module (relative error {error:.2g}, "
-        f"at most {limit:.2g})",
-        node=name,
-        hint="check the names of the leaves and the blueprint's mathematics",
-    )
-
-
-def _square(module: nn.Module, place: Place) -> bool:
-    value = place.of(module)
-    return value.dim() == 2 and value.shape[0] == value.shape[1]
-
-
-def _turned(place: Place | Tensor) -> Place | Tensor:
-    return place if isinstance(place, Tensor) else Place(place.owners, place.name, (1, 0))
-
-
-def _folds(name: str, module: nn.Module, made: Seat) -> bool:
-    """Whether further leading axes may be folded into the first: rows must not meet each other."""
-    if not any(made.leads) or made.channels_last:
-        return False
-    try:
-        error, limit = _trial(name, module, made, 1)
-    except EsperError:
-        return False
-    return error <= limit
-
-
-class _Trial(nn.Module):
-    """`inner` by its own forward, or by the seat."""
-
-    def __init__(self, inner: nn.Module, seat: Seat, ours: bool) -> None:
-        super().__init__()
-        self.inner, self.__dict__["call"] = inner, (seat if ours else None)
-        self.original = type(inner)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        call = self.__dict__["call"]
-        return self.original.forward(self.inner, *inputs) if call is None else call.run(self.inner, inputs)
-
-
-def _trial(name: str, module: nn.Module, made: Seat, extra: int) -> tuple[float, float]:
-    """(largest relative L2 error over the outputs and updated buffers, what is allowed); the module's own
-    tensors and torch's generator are not touched."""
-    generator = torch.Generator().manual_seed(20)
-    interface = made.block.program.interface
-    inputs = given(interface)
-    dims = {d.name: _small(d) for d in interface.dims}
-    device = made.block.program.device
-    tensors = [
-        _random(s, dims, generator, device, extra and lead)
-        for s, lead in zip(inputs, made.leads, strict=True)
-    ]
-    if made.channels_last:
-        tensors = [t.permute(NCHW) if t.dim() == 4 else t for t in tensors]
-    named = (*module.named_parameters(), *module.named_buffers())
-    values = {f"inner.{n}": _like(t.detach(), generator) for n, t in named}
-    was = module.training
-    try:
-        module.train(made.mode != "eval") if made.mode != "always" else None
-        wanted, kept = _outcome(name, _Trial(module, made, False), values, tensors, made)
-        got, mine = _outcome(name, _Trial(module, made, True), values, tensors, made)
-    finally:
-        module.train(was)
-    pairs = list(zip((*wanted, *kept), (*got, *mine), strict=True))
-    limit = max(TOLERANCE.get(w.dtype, 1e-3) for w, _ in pairs)
-    return max(_error(w, g) for w, g in pairs), limit
-
-
-def _outcome(
-    name: str, trial: _Trial, values: Mapping[str, Tensor], inputs: Sequence[Tensor], made: Seat
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Outputs, and the updated buffers."""
-    own = {n: v.clone() for n, v in values.items()}
-    try:
-        with torch.no_grad():
-            found = functional_call(trial, own, tuple(inputs))
-    except EsperError:
-        raise
-    except Exception as error:
-        raise fail(
-            "E0851",
-            f"{name} cannot be tried with the block's inputs: {type(error).__name__}: {str(error)[:200]}",
-            node=name,
-            hint="swap(..., check=False) if you are sure",
-        ) from error
-    outputs = found if isinstance(found, tuple) else (found,)
-    return outputs, tuple(own[f"inner.{n}"] for n in made.updates)
-
-
-def _small(dim: DimSource) -> int:
-    """A small size that is not 1, so that broadcasting hides nothing."""
-    step = dim.multiple_of
-    least = -(-max(dim.min, 3) // step) * step
-    return least if least <= dim.max else dim.max // step * step
-
-
-def _random(
-    spec: TensorSpec, dims: Mapping[str, int], generator: torch.Generator, device: torch.device, extra: int
-) -> Tensor:
-    shape, dtype = [*[2] * extra, *[evaluate(s, dims) for s in spec.shape]], getattr(torch, spec.dtype)
-    if not dtype.is_floating_point:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.randn(shape, generator=generator).to(device, dtype)
-
-
-def _like(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Of the same kind: matrices scaled so that sums stay near 1, vectors positive (scales, variances)."""
-    if not value.is_floating_point():
-        return value.clone()
-    drawn = torch.randn(value.shape, generator=generator)
-    if value.dim() < 2:
-        made = 1.0 + 0.5 * drawn.clamp(-1.5, 1.5)
-    else:
-        made = drawn / max(1.0, value[0].numel()) ** 0.5
-    out = torch.empty_like(value)
-    return out.copy_(made)
-
-
-def _error(wanted: Tensor, got: Tensor) -> float:
-    """Infinite for other shapes or dtypes."""
-    if wanted.shape != got.shape or wanted.dtype is not got.dtype:
-        return float("inf")
-    a, b = wanted.double(), got.double()
-    scale = float(a.norm())
-    return float((a - b).norm()) / (scale or 1.0)

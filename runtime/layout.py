@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from esper_ir.diagnostics import EsperError
 from library.launch import (
     Argument,
     Buffer,
@@ -18,6 +19,7 @@ from library.launch import (
     Kernel,
     KernelStep,
     Plan,
+    TensorSpec,
     Variant,
     evaluate,
 )
@@ -117,6 +119,19 @@ def feed_count(plan: Plan, interface: Interface, saved: int) -> int:
     if plan.phase == "backward":
         return saved + len(interface.outputs)
     return len(interface.inputs)
+
+
+def other_rank(spec: TensorSpec, shape: Sequence[int]) -> EsperError:
+    """E0810 for a tensor of another rank than declared."""
+    declared = ", ".join(map(str, spec.shape))
+    further = spec.kind == "input" and 0 < len(spec.shape) < len(shape) and isinstance(spec.shape[0], str)
+    fold = f"{spec.name}.flatten(0, {-len(spec.shape)})"
+    return fail(
+        "E0810",
+        f"{spec.name} has the shape {list(shape)}, declared [{declared}]",
+        node=spec.name,
+        hint=f"rows that do not meet: fold leading axes, {fold}, as runtime.swap does" if further else None,
+    )
 
 
 class _Placer:

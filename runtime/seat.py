@@ -109,6 +109,7 @@ class Seat:
         self.channels_last = False
         self.folds = True
         self.mode = "always"
+        self.left: Mapping[str, str] = {}  # mode that is the module's own -> why
         self.updates: Mapping[str, int] = {}
         self.moves: tuple[Update, ...] = ()  # the same, once settled
         self.eager_calls = 0
@@ -241,7 +242,8 @@ class Seat:
     def report(self) -> dict[str, Any]:
         """The block's report, and what answers in its place."""
         places = [p.path if isinstance(p, Place) else "constant" for p in self.places]
-        return {**self.block.report(), "leaves": places, "eager_calls": self.eager_calls, "mode": self.mode}
+        own = {"leaves": places, "eager_calls": self.eager_calls, "mode": self.mode, "left": dict(self.left)}
+        return {**self.block.report(), **own}
 
 
 class Swapped(nn.Module):

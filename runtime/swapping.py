@@ -8,6 +8,7 @@ them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -23,7 +24,8 @@ from runtime.binding import build
 from runtime.errors import fail
 from runtime.seat import Options, Seat, seat_of, swapped_class, unseat
 
-MODES = ("always", "train", "eval")
+MODES = ("auto", "always", "train", "eval")
+log = logging.getLogger("esper.runtime")
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,15 @@ class Fit:
 
     `artifact`: as for `runtime.load`. `names`: leaf of the blueprint -> dotted name of the module's tensor
     (default: the leaf's own name). `channels_last`: images are NCHW outside, dense with the channels last
-    inside. `mode`: "train" or "eval" leaves the module's own forward to the other one. `updates`: dotted name
-    of a buffer -> number of the block's output that is its next value, written once per training step.
+    inside. `mode`: "train" or "eval" leaves the module's own forward to the other one, "always" to none,
+    "auto" to one in which artifact and module differ. `updates`: dotted name of a buffer -> number of the
+    block's output that is its next value, written once per training step.
     """
 
     artifact: str
     names: Mapping[str, str] = field(default_factory=dict)
     channels_last: bool = False
-    mode: str = "always"
+    mode: str = "auto"
     updates: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -62,9 +65,10 @@ def swap(
     `plan`: a pattern of dotted names (`*` and `?` within a part) or a module class -> id, blueprint id or
     `Fit`. Weights may have torch's `[out, in]` layout where the blueprint's are `[in, out]`; they are
     transposed on the way in (a copy a call, counted). Inputs with further leading axes are folded into the
-    blueprint's first. `check`: each replacement must agree with the module it replaces on random tensors
-    (relative L2 error, see `runtime.fitting`). `fallback="eager"`: what the artifact does not serve is
-    answered by the module's own forward, counted.
+    blueprint's first. `check`: each replacement must agree with the module it replaces on random tensors,
+    in train and in eval mode (see `runtime.trial`); where it does in one of them only, the module's own
+    forward answers in the other, as `swapped(model)` tells. `fallback="eager"`: what the artifact does not
+    serve is answered by the module's own forward, counted.
 
     Either all of the plan is done or nothing. Errors: those of `runtime.load`; E0850 no module matches, E0851
     the artifact does not fit the module, E0852 other results, E0853 replaced already, or wrapped since.
@@ -86,6 +90,8 @@ def swap(
     for _, module, seat in made:
         module.__dict__["_esper_seat"] = seat
         module.__class__ = swapped_class(type(module))
+        for mode, why in seat.left.items():
+            log.info("%s mode is left to the module: %s", mode, why)
     return {name: seat.block.artifact_id for name, _, seat in made}
 
 
