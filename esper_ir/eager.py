@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint, Leaf
 from esper_ir.ops.rules import torch_dtype
-from esper_ir.reference import check_values, evaluate, sizes_of
+from esper_ir.reference import check_values, sizes_of
 from esper_ir.safetensors import read_tensor
+from esper_ir.straight import straight
 from esper_ir.text import read_file
 from esper_ir.verify import typed
 
@@ -118,8 +120,8 @@ def draw(shape: Sequence[int], device: torch.device | None) -> Tensor:
 
 def recomputing() -> bool:
     """Whether a backward is running in this thread, so that a forward now is one of activation checkpointing
-    that repeats what the step did before."""
-    return torch._C._current_graph_task_id() != -1
+    that repeats what the step did before. A trace runs no backward."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class EagerTwin(nn.Module):
@@ -129,7 +131,8 @@ class EagerTwin(nn.Module):
 
     `forward(*inputs)` takes the inputs in the order of the blueprint and returns its output, or a tuple of
     them. Inputs that the blueprint calls random are drawn from torch's generator, and buffers that it updates
-    are written in training, once per step: not while a backward repeats this forward.
+    are written in training, once per step: not while a backward repeats this forward. `torch.compile` makes
+    one graph of it.
     """
 
     def __init__(
@@ -138,6 +141,15 @@ class EagerTwin(nn.Module):
         super().__init__()
         self.blueprint = blueprint
         self.graph = typed(blueprint)
+        self._order = [(v.name, v.kind, tuple(v.name.split("."))) for v in blueprint.leaves]
+        self._drawn = {n: _shape(v) for n in blueprint.random if (v := blueprint.leaf(n)) is not None}
+        self._count = len(blueprint.of_kind("input")) - len(self._drawn)
+        at, hidden = blueprint.outputs, len(blueprint.outputs) - len(blueprint.updates)
+        self._updates = [
+            (tuple(buffer.split(".")), at.index(source, hidden))
+            for buffer, source in blueprint.updates.items()
+        ]
+        self._prepare()
         wanted = blueprint.differentiable
         for leaf in blueprint.of_kind("param"):
             trained = leaf.type.dtype.is_floating and (wanted is None or leaf.name in wanted)
@@ -157,32 +169,52 @@ class EagerTwin(nn.Module):
         held = self.blueprint.values.get(leaf.name)
         return initialise(leaf, generator) if held is None else held.clone()
 
+    def _prepare(self) -> None:
+        """What cannot be copied or pickled, from what can."""
+        self._run = straight(self.graph)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_run"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
     def values(self) -> dict[str, Tensor]:
         """Params, buffers and constants under their names in the blueprint."""
-        found = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return {leaf.name: found[leaf.name] for leaf in self.blueprint.leaves if leaf.kind != "input"}
+        return {name: self._leaf(path) for name, kind, path in self._order if kind != "input"}
+
+    def _leaf(self, path: tuple[str, ...]) -> Tensor:
+        found: Any = self
+        for part in path:
+            found = getattr(found, part)
+        return found
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Raises EsperError E0402 when a shape or dtype does not fit the blueprint."""
-        drawn = self.blueprint.random
-        leaves = [leaf for leaf in self.blueprint.of_kind("input") if leaf.name not in drawn]
-        if len(inputs) != len(leaves):
-            raise EsperError("E0402", f"{self.blueprint.name} takes {len(leaves)} inputs, not {len(inputs)}")
-        given = {leaf.name: value for leaf, value in zip(leaves, inputs, strict=True)}
-        place = next((t.device for t in (*inputs, *self.parameters(), *self.buffers())), None)
-        given |= {n: draw(_shape(v), place) for n in drawn if (v := self.blueprint.leaf(n)) is not None}
-        out = tuple(evaluate(self.graph, {**given, **self.values()}).values())
-        count = len(out) - len(self.blueprint.updates)
-        if self.training and count < len(out) and not recomputing():
-            self._update(dict(zip(self.blueprint.outputs[count:], out[count:], strict=True)))
+        if len(inputs) != self._count:
+            raise EsperError("E0402", f"{self.blueprint.name} takes {self._count} inputs, not {len(inputs)}")
+        leaves, at = [], 0
+        for name, kind, path in self._order:
+            if kind != "input":
+                leaves.append(self._leaf(path))
+            elif name in self._drawn:
+                leaves.append(draw(self._drawn[name], self._place(inputs)))
+            else:
+                leaves.append(inputs[at])
+                at += 1
+        out = self._run(*leaves)
+        count = len(out) - len(self._updates)
+        if self._updates and self.training and not recomputing():
+            with torch.no_grad():
+                for path, position in self._updates:
+                    self._leaf(path).copy_(out[position])
         out = out[:count]
         return out[0] if len(out) == 1 else out
 
-    def _update(self, nexts: Mapping[str, Tensor]) -> None:
-        buffers = dict(self.named_buffers())
-        with torch.no_grad():
-            for name, source in self.blueprint.updates.items():
-                buffers[name].copy_(nexts[source])
+    def _place(self, inputs: Sequence[Tensor]) -> torch.device | None:
+        """Where numbers are drawn."""
+        return next((t.device for t in (*inputs, *self.parameters(), *self.buffers())), None)
 
     def extra_repr(self) -> str:
         return self.blueprint.name

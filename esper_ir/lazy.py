@@ -20,3 +20,12 @@ class LazyModule:
 
 torch: Any = LazyModule("torch")
 functional: Any = LazyModule("torch.nn.functional")
+
+
+def fill() -> None:
+    """Have all that these modules have at hand: a compiler of Python frames reads attributes and imports
+    nothing.
+    """
+    for name, module in (("torch", torch), ("torch.nn.functional", functional)):
+        found = vars(importlib.import_module(name))
+        vars(module).update({k: v for k, v in found.items() if not k.startswith("__")})

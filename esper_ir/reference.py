@@ -67,6 +67,15 @@ def _given(name: str, kind: TensorType, value: Any, precision: Precision) -> Any
     return value
 
 
+def accept(
+    types: Mapping[str, TensorType], values: Mapping[str, Any], precision: Precision = "declared"
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The values as the graph takes them, and the sizes of the dims. E0402 when they do not fit."""
+    sizes = sizes_of(types, values)
+    check_values(types, values, sizes)
+    return {name: _given(name, kind, values[name], precision) for name, kind in types.items()}, sizes
+
+
 def _run(
     node: Node, values: Mapping[str, Any], sizes: Mapping[str, int], precision: Precision
 ) -> tuple[Any, ...]:
@@ -86,11 +95,9 @@ def evaluate_all(
 ) -> dict[str, Any]:
     """Every value of the graph by name; see `evaluate`. `after` is given each node with its results and the
     sizes of the dims, and returns what takes the place of the results."""
-    sizes = sizes_of(graph.inputs, values)
-    check_values(graph.inputs, values, sizes)
-    known = {name: _given(name, kind, values[name], precision) for name, kind in graph.inputs.items()}
+    known, sizes = accept(graph.inputs, values, precision)
     device = next((v.device for v in known.values()), torch.device("cpu"))
-    with _unmoved(device):
+    with unmoved(device):
         for node in graph.nodes:
             made = _run(node, known, sizes, precision)
             made = after(node, made, sizes) if after else made
@@ -101,18 +108,33 @@ def evaluate_all(
 
 
 @contextmanager
-def _unmoved(device: Any) -> Iterator[None]:
+def unmoved(device: Any) -> Iterator[None]:
     """Autocast off and float32 products in float32, whatever is set around: nothing ambient changes a
     meaning.
     """
     with ExitStack() as stack:
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            if backend.fp32_precision not in ("none", "ieee"):
-                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-                backend.fp32_precision = "ieee"
+        for backend in _narrow():
+            stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+            backend.fp32_precision = "ieee"
         yield
+
+
+def _narrow() -> list[Any]:
+    """Backends whose float32 products are set to be narrower."""
+    found = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    return [backend for backend in found if backend.fp32_precision not in ("none", "ieee")]
+
+
+def narrowed() -> bool:
+    """Whether float32 products are set to be narrower. A trace takes the answer of its own time: torch's
+    guards of global state trace again when TF32 is set or unset."""
+    return bool(_narrow())
+
+
+# What torch.compiler.assume_constant_result sets, without half a second of torch._dynamo.
+narrowed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def evaluate(

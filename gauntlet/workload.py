@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_ir import reference
 from esper_ir.show import flops
+from esper_ir.straight import straight
 from gauntlet import accuracy, inputs, meaning
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -89,8 +89,8 @@ def leaves_of(subject: Subject, at: Recipe) -> Leaves:
 
 def eager(subject: Subject) -> Callable[[Leaves], list[Tensor]]:
     """The reference as a function of its leaves: the baseline, and what torch.compile is given."""
-    graph = subject.graph
-    return lambda leaves: list(reference.evaluate(graph, leaves).values())
+    run, names = straight(subject.graph), list(subject.graph.inputs)
+    return lambda leaves: list(run(*[leaves[name] for name in names]))
 
 
 def _works(subject: Subject, at: Recipe, compiled: Callable[..., Any] | None) -> dict[str, Work]:

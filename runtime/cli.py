@@ -15,6 +15,8 @@ import click
 
 from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
 
+SAYS = {"faster": "esper faster", "slower": "esper slower", "level": "level", "worthless": "worthless"}
+
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
@@ -65,11 +67,22 @@ def _table(found: dict[str, Any]) -> None:
         f"load: first {load['first_us']:.0f} us, uncached {load['uncached']['median_us']:.0f} us, "
         f"cached {load['cached']['median_us']:.1f} us"
     )
-    click.echo(f"{'impl':10}{'f wall':>12}{'f host':>12}{'fb wall':>12}{'fb host':>12}{'fb device':>12}  us")
+    click.echo(f"{'us, median (95 % interval)':28}" + "".join(f"{k:>34}" for k in ("f", "fb")))
     for row in found["rows"]:
-        device = row["dev"] if isinstance(row["dev"], str) else f"{row['dev']['fb']['median_us']:.1f}"
-        cells = [row[k][p]["median_us"] for p in ("f", "fb") for k in ("wall", "host")]
-        click.echo(f"{row['impl']:10}" + "".join(f"{cell:12.1f}" for cell in cells) + f"{device:>12}")
+        kinds = [k for k in ("wall", "host", "dev") if not isinstance(row[k], str)]
+        for kind in kinds if found["device"] != "cpu" else kinds[:1]:
+            cells = [_cell(row[kind][k], "_us", 1) for k in ("f", "fb")]
+            click.echo(f"{row['impl'] + ' ' + kind:28}" + "".join(f"{cell:>34}" for cell in cells))
+    for row in found["comparison"]:
+        cells = [f"{_cell(row[k], '', 2)} {SAYS[row[k]['says']]}" for k in ("f", "fb")]
+        click.echo(f"{row['impl'] + ' over esper, wall':28}" + "".join(f"{cell:>34}" for cell in cells))
+    for note in found["notes"]:
+        click.echo(note, err=True)
+
+
+def _cell(of: dict[str, Any], unit: str, digits: int) -> str:
+    middle = of[f"median{unit}"] if unit else of["ratio"]
+    return f"{middle:.{digits}f} ({of[f'low{unit}']:.{digits}f}..{of[f'high{unit}']:.{digits}f})"
 
 
 @main.command()

@@ -22,6 +22,7 @@ import torch
 Work = Callable[[], Any]
 FLUSH_BYTES = 256 << 20  # several times the largest second-level cache known (H200: 50 MiB)
 WARM_CALLS = 3
+LEAST_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,59 @@ def host_times(
                 samples[name].append(_span(work[name], calls))
     wait()
     return {name: Timing(tuple(found)) for name, found in samples.items()}
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls in a row: `host`, until all were enqueued; `wall`, until the device was done with them, of the
+    same samples, so that it is never the smaller one. On the cpu they are one."""
+
+    host: Timing
+    wall: Timing
+
+
+def call_times(
+    work: Mapping[str, Work],
+    *,
+    device: torch.device,
+    rounds: int = 20,
+    seconds: float = 10.0,
+    at_least_us: float = 200.0,
+) -> dict[str, Calls]:
+    """Times per call. A sample is as many calls as take `at_least_us`; a round has one of each candidate.
+    After `seconds` no round is begun, but there are `LEAST_ROUNDS` (if asked), so that intervals can be told.
+    """
+    inner = {name: _inner(fn, at_least_us, WARM_CALLS) for name, fn in work.items()}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in work}
+    wait = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    began = time.monotonic()
+    with quiet():
+        for turn in range(rounds):
+            if turn >= LEAST_ROUNDS and time.monotonic() - began > seconds:
+                break
+            for name in _rotated(list(work), turn):
+                samples[name].append(_both(work[name], inner[name], wait))
+    return {
+        name: Calls(Timing(tuple(h for h, _ in found)), Timing(tuple(w for _, w in found)))
+        for name, found in samples.items()
+    }
+
+
+def _both(fn: Work, count: int, wait: Work | None) -> tuple[float, float]:
+    """(host, wall) per call."""
+    if wait is None:
+        once = _span(fn, count)
+        return once, once
+    wait()
+    start = time.perf_counter_ns()
+    host = _span(fn, count)
+    wait()
+    return host, (time.perf_counter_ns() - start) / count / 1000
+
+
+def ratios(a: Timing, b: Timing) -> Timing:
+    """`a` over `b` round by round: what slowed a round slowed both."""
+    return Timing(tuple(x / y for x, y in zip(a.samples, b.samples, strict=True)))
 
 
 def _waiter() -> Work:

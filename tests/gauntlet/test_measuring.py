@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner
+from torch._dynamo.utils import counters
 
 from esper_ir import text, verify
-from gauntlet import nvbench, nvml, profile, runner
+from gauntlet import nvbench, nvml, profile, runner, workload
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
 from gauntlet.measuring import peak_bytes
@@ -23,6 +24,7 @@ from gauntlet.opclass import of_graph
 from gauntlet.progress import Estimate, Report
 from gauntlet.report import UNMEASURED, WEP
 from gauntlet.sampling import BRIEF, Effort
+from gauntlet.subject import Subject
 from library.store import Library
 from tests.faults import handmade, toys
 from tests.gauntlet.conftest import put
@@ -121,6 +123,19 @@ def test_an_unknown_baseline_is_a_usage_error(home: Path) -> None:
 )  # fmt: skip
 def test_classes(name: str, kind: str) -> None:
     assert of_graph(verify.typed(text.load(ROOT / "examples" / f"{name}.json"))) == kind
+
+
+def test_what_is_compiled_beside_it_is_one_graph() -> None:
+    """torch.compile at its best is the peer, not an interpreter that it gives up on."""
+    torch.compiler.reset()
+    counters.clear()
+    graph = verify.typed(text.load(ROOT / "examples" / "digits_block.json"))
+    sizes = dict.fromkeys(graph.dims, 8)
+    leaves = {n: torch.randn([d.value(sizes) for d in t.shape]) for n, t in graph.inputs.items()}
+    function = workload.eager(cast(Subject, SimpleNamespace(graph=graph)))
+    found = torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")(leaves)
+    torch.testing.assert_close(found, function(leaves))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_peak_memory_is_that_of_one_call() -> None:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import runtime
 from esper_ir.diagnostics import Rejected
 from library.platform import Platform
 from library.records import ArtifactRecord
-from runtime import loader, select, system
+from runtime import bench, loader, select, system
 from runtime.cache import Cache
 from runtime.cli import main
 from runtime.select import Facts, Query, rank
+from runtime.timing import Calls, Timing
 from tests.runtime.conftest import Put
 
 ROW = ArtifactRecord(
@@ -173,8 +176,38 @@ def test_commands(put: Put, esper_library: Path) -> None:
     assert document["schema"] == "esper-runtime-bench/1" and document["artifact"] == name
     assert [row["impl"] for row in document["rows"]] == ["esper", "eager"]
     assert document["load"]["cached"]["median_us"] < document["load"]["uncached"]["median_us"]
+    assert all(row["wall"] == row["host"] for row in document["rows"]), "one thing on a processor"
+    assert all(row["low_us"] <= row["median_us"] for r in document["rows"] for row in r["wall"].values())
+    told = run.invoke(main, ["bench", name, "--rounds", "6"])
+    assert told.exit_code == 0 and "eager over esper" in told.stdout and ".." in told.stdout
     shown = run.invoke(main, ["doctor", name])
     assert shown.exit_code == 0 and name in shown.stdout
+
+
+def test_what_is_compiled_beside_a_block_is_one_graph(put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile at its best is the peer; where it does not work the others are told all the same."""
+    torch.compiler.reset()
+    whole = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", whole)
+    found = bench.measure(put(), compiled=True, rounds=3)
+    assert [row["impl"] for row in found["rows"]] == ["esper", "eager", "compile"], found["notes"]
+    monkeypatch.setattr(torch, "compile", partial(whole, backend="no such backend"))
+    found = bench.measure(put(), compiled=True, rounds=3)
+    assert [row["impl"] for row in found["rows"]] == ["esper", "eager"]
+    assert "torch.compile does not work here" in found["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [(2.0, "faster"), (0.5, "slower"), (1.0, "level"), (None, "worthless")],
+)
+def test_what_a_comparison_says(theirs: float | None, says: str) -> None:
+    ours = Timing((100.0,) * 20)
+    other = Timing(tuple(100 * (theirs or (0.01, 100.0)[i % 2]) for i in range(20)))
+    rows = [bench.Row("side", dict.fromkeys(bench.WORKS, Calls(t, t)), None) for t in (ours, other)]
+    found = bench._compared(*rows)
+    assert found["fb"]["says"] == says
+    assert bool(bench._doubts([found])) == (says == "worthless")
 
 
 def test_exit_codes(put: Put, esper_library: Path) -> None:

@@ -50,6 +50,26 @@ def test_candidates_are_interleaved() -> None:
     assert order[-9:] == list("abcbcacab")
 
 
+def test_a_call_is_timed_to_its_enqueuing_and_to_its_end() -> None:
+    """By the same samples: what a loop sees is never less than what the host does in it."""
+    order: list[str] = []
+    work = {n: (lambda n=n: order.append(n)) for n in "abc"}
+    timing.call_times(work, device=torch.device("cpu"), rounds=3, at_least_us=0)
+    assert order[-9:] == list("abcbcacab")
+    host, wall = timing._both(lambda: time.sleep(0.002), 3, lambda: time.sleep(0.06))
+    assert 1900 < host < 20_000 and host + 19_000 < wall
+    busy = {"nap": lambda: time.sleep(0.002)}
+    found = timing.call_times(busy, device=torch.device("cpu"), rounds=1000, seconds=0.05)["nap"]
+    assert timing.LEAST_ROUNDS <= len(found.wall.samples) < 200 and found.wall == found.host
+
+
+def test_ratios_are_of_one_round() -> None:
+    """A machine that is slow in half of the rounds changes every time and no ratio."""
+    slow = [1.0 if turn % 2 else 400.0 for turn in range(20)]
+    found = timing.ratios(Timing(tuple(300 * s for s in slow)), Timing(tuple(200 * s for s in slow)))
+    assert (found.low, found.median, found.high) == (1.5, 1.5, 1.5)
+
+
 def test_host_times_wait_only_between_rounds() -> None:
     calls: list[str] = []
     timing.host_times(
