@@ -4,6 +4,7 @@ plans."""
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -152,6 +153,24 @@ class Block(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Warns of a conversion to dtypes that no call of this block takes; it is allowed, as for a file."""
+        before = [t.dtype for t in self.own_leaves()]
+        done = super()._apply(fn, recurse)
+        for name, was, now in zip(self._own_names, before, self.own_leaves(), strict=True):
+            declared = self._declared(name)
+            if now.dtype is not was and now.dtype is not declared:
+                warnings.warn(
+                    f"{name} of {self._name} is {now.dtype} from here on and declared {declared}: calls will "
+                    "be refused (E0811). Compile the blueprint for that dtype, or convert back",
+                    stacklevel=3,
+                )
+                break
+        return done
+
+    def _declared(self, name: str) -> torch.dtype:
+        return next(leaf.dtype for leaf in self._handle.entry.leaves if leaf.spec.name == name)
 
     def extra_repr(self) -> str:
         return f"{self._blueprint}, {self._name}"

@@ -4,6 +4,7 @@ refusals."""
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -219,6 +220,21 @@ def test_fallback_is_opt_in_counted_and_logged_once(put: Put, caplog: pytest.Log
     assert block.report()["counters"]["eager_fallbacks"] == 2 and block.w.grad is not None
     assert sum("eager twin" in r.message for r in caplog.records) == 1
     refusal("E0811", block, torch.randn(3, a.N).double())
+
+
+def test_a_conversion_to_another_dtype_is_told_at_once(put: Put) -> None:
+    block = runtime.load(put())
+    host = torch.nn.Sequential(block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host.cpu().float().to("meta").to_empty(device="cpu")
+    with pytest.warns(UserWarning, match=r"w of .* is torch.bfloat16 .* declared torch.float32.*E0811"):
+        host.bfloat16()
+    refusal("E0811", block, torch.randn(3, a.N))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        host.cpu().float()
+    block(torch.randn(3, a.N))
 
 
 def test_initial_values_are_those_of_the_twin(put: Put) -> None:
