@@ -100,7 +100,7 @@ def _band(
     inner = frozenset(a.buffer for p in (first, second) for a in _stored(p)) - seen
     held = copies and in_registers(first, second, third)
     stages = 1 if held or not copies else _stages(third)
-    warps = min(max(cols // (512 if stages > 1 else 256), 4), 16)
+    warps = min(max(next_pow2(cols) // (512 if stages > 1 else 256), 4), 16)
     wide = any(p.wide for p in (first, second, third))
     shape = RowTile(1, 1, next_pow2(cols), warps)
     middle = replace(shape, block_cols=next_pow2(count))

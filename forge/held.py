@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from esper_ir.scalar import Arg, prim
 from esper_ir.types import Dim, DType
-from forge.plan import INDEX, Access, Compute, KernelPlan, Load, Reduce, Stmt, Store
+from forge.plan import INDEX, Access, Compute, KernelPlan, Load, Reduce, Stmt, Store, next_pow2
 from forge.views import ONE, ZERO
 
 WORDS = 40  # registers of a thread for its part of the rows: of 64, so that two programs fit
@@ -41,7 +41,7 @@ def dense(access: Access, space: tuple[Dim, ...]) -> bool:
 
 
 def warps(cols: int) -> int:
-    return min(max(cols // (32 * VECTOR), 4), 16)
+    return min(max(next_pow2(cols) // (32 * VECTOR), 4), 16)
 
 
 def moments(first: KernelPlan, second: KernelPlan) -> tuple[str, str] | None:

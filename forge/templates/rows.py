@@ -270,15 +270,16 @@ def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access
     where = len(places(plan))
     several = writes > 0 or sum(isinstance(s, Reduce) for s in plan.body) - where > 1
     line, streams = max(128 // size, 16), max(reads, 1)
+    share = TILE // next_pow2(streams)
     most = HELD if several else HELD // 2
     if not where and space[-1].static is not None and line * wide * streams <= most:
-        block = min(max(TILE // (wide * streams), line), max(inner, line))
+        block = min(max(share // wide, line), max(inner, line))
         warps = min(max(next_pow2(block * wide * streams // 1024), 1), 16)
         return RowTile(block, block, wide, warps, reverse=given.reverse)
     block = 4 * line if rows >= MANY_ROWS * line else line
     more = next(n for n in (1, 2, 4) if n == 4 or -(-rows // block) * n >= FEW_PROGRAMS)
     # Few programs have more under way each: 64 x 128 elements in 8 warps, whatever they read, is as timed.
-    swept = TILE // streams if more == 1 else TILE * more
+    swept = max(share, block) if more == 1 else TILE * more
     if given.target.async_copies and streams == 1 and more > 1 and not several and size == 2:
         # 2 to 4 % less time than the next block in registers.
         return RowTile(block, block, swept // block, 8, reverse=given.reverse, stages=4 if more == 2 else 3)

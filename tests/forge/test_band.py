@@ -87,6 +87,12 @@ def test_cards_of_real_sizes() -> None:
         assert not bands(front(blueprint(channels, 32, image), "h100"))
 
 
+@pytest.mark.parametrize("image", [[48, 64], [56, 56], [64, 40], [64, 64]])
+def test_warps_are_a_power_of_two_for_any_image(image: list[int]) -> None:
+    made = bands(front(blueprint(64, 32, image), "h100"))
+    assert made and all(p.tile.warps in (4, 8, 16) for p in made)
+
+
 def test_rows_that_fit_registers_are_read_once() -> None:
     """Forward: all loads before the first sum, and what is kept of a row is as it lies in memory."""
     made = [p for p in bands(front(blueprint(320, 32, [64, 64]), "h100")) if getattr(p.tile, "held", False)]

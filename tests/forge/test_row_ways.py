@@ -44,6 +44,22 @@ def test_every_way_to_walk_rows_means_the_same() -> None:
     assert len(found) > 10 and not [row for row in found if row["why"]]
 
 
+@pytest.mark.parametrize("shape", [[8, 4, 1024], [64, 300, 256], [512, 1024, 64]])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_blocks_are_powers_of_two_for_any_number_of_operands(shape: list[int], dtype: str) -> None:
+    """Of sums along an axis across memory: no other block compiles."""
+    for count in (*range(1, 8), 40):
+        b = Graphs("across")
+        first, *others = (b.input(f"x{i}", dtype, list(shape)) for i in range(count))
+        for other in others:
+            first = b.mul(first, other)
+        for source in front(b.build(b.sum(first, dims=[1])), "h100").kernels.by_key.values():
+            tile = source.plan.tile
+            if isinstance(tile, RowTile):
+                assert min(tile.block_rows, tile.block_cols) > 0
+                assert all(n & (n - 1) == 0 for n in (tile.block_rows, tile.block_cols)), (count, tile)
+
+
 def loops(plan: KernelPlan, tile: RowTile) -> list[str]:
     text = emit_kernel(replace(plan, tile=tile))
     return [line.strip() for line in text.splitlines() if line.strip().startswith("for ")]
