@@ -23,6 +23,7 @@ from gauntlet.interest import interest
 from gauntlet.peers import Peers, Report, cohort
 from gauntlet.report import UrabraskValidationReport
 from gauntlet.risk.score import Scorer
+from library.paths import writes_to
 from library.records import VALIDATED
 from library.store import Library
 
@@ -106,11 +107,12 @@ def _signed(library: Library, name: str, said: Mapping[str, Any]) -> dict[str, A
 
 
 def write_peers(home: Path, peers: Peers) -> Path:
-    """The distributions as they were when tags were last given."""
+    """The distributions as they were when tags were last given. E0702, E0703, E0710."""
     path = home / PEERS
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(json.dumps({"schema": SCHEMA, "distributions": peers.to_json()}, indent=1), "utf-8")
-    return staged.replace(path)
+    with writes_to(path):
+        staged.write_text(json.dumps({"schema": SCHEMA, "distributions": peers.to_json()}, indent=1), "utf-8")
+        return staged.replace(path)
 
 
 def read_peers(home: Path) -> list[dict[str, Any]]:

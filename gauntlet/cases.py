@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_NOT_FOUND, EsperError
+from library.paths import writes_to
 
 MAX_HEADER = 8 << 20
 SUFFIX = ".safetensors"
@@ -98,17 +99,18 @@ def _raw(entry: Mapping[str, Any], body: bytes) -> Raw:
 
 
 def save(folder: Path, data: bytes) -> Path:
-    """Write under the name of its digest; there already is as good as written."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Write under the name of its digest; there already is as good as written. E0702, E0703, E0710."""
     path = folder / (hashlib.sha256(data).hexdigest() + SUFFIX)
-    if path.exists():
-        return path
-    staged = folder / f".{path.name}.{os.getpid()}"
-    with open(staged, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staged, path)
+    with writes_to(path):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists():
+            return path
+        staged = folder / f".{path.name}.{os.getpid()}"
+        with open(staged, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
     return path
 
 

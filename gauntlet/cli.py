@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -57,7 +58,8 @@ def bench(
     device: str | None, library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run artifacts through every stage, measure those that pass, and sign the verdicts. Exit 1 if any is
-    REJECTED."""
+    REJECTED. Of those that are pending, what is for other machines than this is named and left, which is no
+    failure."""
     from gauntlet.isolate import ForkServer
     from gauntlet.progress import Report
     from library.store import Library
@@ -72,43 +74,69 @@ def bench(
             # What failed in use comes first: it is being run somewhere.
             chosen += [a for a in opened.troubled() if a not in chosen]
             chosen += [r.id for r in opened.artifacts(state="PENDING_BENCHMARKING") if r.id not in chosen]
-        verdicts: list[Any] = []
-        errors: list[EsperError] = []
+        done = _Done()
         with Report(len(chosen), quick) as bar:
             for artifact_id in chosen:
                 found = _proven(
-                    artifact_id, bar, library=opened, quick=quick, device=device, server=server,
-                    compare=compare, again=again,
+                    artifact_id, progress=bar.event, library=opened, quick=quick, device=device,
+                    server=server, compare=compare, again=again,
                 )  # fmt: skip
-                (errors if isinstance(found, EsperError) else verdicts).append(found)
+                done.add(artifact_id, found, bar, named=(*ids, device))
         if as_json:
-            failed = {"errors": [e.to_json() for e in errors]} if errors else {}
-            emit({"verdicts": [v.to_json() for v in verdicts], **failed})
+            emit(done.to_json())
+        elif done.left:
+            click.echo(
+                f"{len(done.left)} left pending, to be proven on a machine that they are for", err=True
+            )
         elif not chosen:
             click.echo("nothing is pending", err=True)
-    raise SystemExit(_exit_code(verdicts, errors))
+    raise SystemExit(done.exit_code())
 
 
-def _proven(artifact_id: str, bar: Any, **options: Any) -> Any:
+@dataclass
+class _Done:
+    """What came of a run of `bench`. `left`: what is for other machines and was not asked for by name."""
+
+    verdicts: list[Any] = field(default_factory=list)
+    errors: list[EsperError] = field(default_factory=list)
+    left: list[EsperError] = field(default_factory=list)
+
+    def add(self, artifact_id: str, found: Any, bar: Any, named: tuple[str | None, ...]) -> None:
+        """Told as it comes. `named`: the ids and the device of the command line."""
+        from gauntlet.runner import ELSEWHERE
+
+        if not isinstance(found, EsperError):
+            self.verdicts.append(found)
+            bar.verdict(found)
+        elif found.code == ELSEWHERE and not {artifact_id, found.node} & set(named):
+            self.left.append(found)
+            bar.left(artifact_id, found)
+        else:
+            self.errors.append(found)
+            bar.error(artifact_id, found)
+
+    def to_json(self) -> dict[str, Any]:
+        refused = {"errors": self.errors, "left": self.left}
+        told = {name: [e.to_json() for e in found] for name, found in refused.items() if found}
+        return {"verdicts": [v.to_json() for v in self.verdicts], **told}
+
+    def exit_code(self) -> int:
+        if any(v.passed is False for v in self.verdicts):
+            return EXIT_FAILURE
+        if self.errors:
+            return self.errors[0].exit_code
+        return EXIT_FAILURE if any(v.passed is None for v in self.verdicts) else EXIT_OK
+
+
+def _proven(artifact_id: str, **options: Any) -> Any:
     """A verdict, or why there is none."""
     from gauntlet.runner import prove
 
     try:
-        found = prove(artifact_id, progress=bar.event, **options)
+        return prove(artifact_id, **options)
     except EsperError as error:
         error.details.setdefault("artifact", artifact_id)
-        bar.error(artifact_id, error)
         return error
-    bar.verdict(found)
-    return found
-
-
-def _exit_code(verdicts: list[Any], errors: list[EsperError]) -> int:
-    if any(v.passed is False for v in verdicts):
-        return EXIT_FAILURE
-    if errors:
-        return errors[0].exit_code
-    return EXIT_FAILURE if any(v.passed is None for v in verdicts) else EXIT_OK
 
 
 @main.command()

@@ -13,14 +13,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from library.paths import writes_to
+
 LOCK = "gauntlet.lock"
 RANGE = 1 << 60
 
 
 @contextlib.contextmanager
 def exclusive(home: Path, *names: str) -> Iterator[None]:
-    """Waits until nobody else holds any of `names`; taken in one order, so that none waits for ever."""
-    fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Waits until nobody else holds any of `names`; taken in one order, so that none waits for ever. E0702
+    where the library cannot be written."""
+    with writes_to(home / LOCK):
+        fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         for place in sorted(_place(name) for name in names):
             fcntl.lockf(fd, fcntl.LOCK_EX, 1, place)

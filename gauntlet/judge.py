@@ -83,7 +83,8 @@ def run(arguments: int, result: int, spill: int) -> None:
             if not run_stage(stage, context, recipe, spill):
                 break
     except Exception as error:
-        context.emit({"event": "broke", "what": f"{type(error).__name__}: {error}"})
+        code = error.code if isinstance(error, EsperError) else ""
+        context.emit({"event": "broke", "what": f"{type(error).__name__}: {error}", "code": code})
         traceback.print_exc()
         raise
     context.emit({"event": "done"})

@@ -125,6 +125,10 @@ class Report:
         text = error.render()
         self._done([text if artifact_id in text else f"{artifact_id}: {text}"])
 
+    def left(self, artifact_id: str, error: EsperError) -> None:
+        """One artifact is for another machine."""
+        self._done([f"left pending: {artifact_id}: {error.message}"])
+
     def _done(self, lines: list[str]) -> None:
         for line in lines:
             if self.live:

@@ -14,6 +14,7 @@ from pathlib import Path
 from esper_ir.diagnostics import EXIT_BACKEND, EsperError
 from gauntlet.isolate import FINISHED, ForkServer, Limits
 from gauntlet.jobs import encode_job
+from library.paths import writes_to
 
 FOLDER = "devices"
 TRIES = 3
@@ -50,11 +51,12 @@ def probe(home: Path, device: str, server: ForkServer) -> None:
     """After something went wrong: put the device aside if it does not come back (E0906)."""
     what = alive(device, server)
     if not what:
-        place(home, device).unlink(missing_ok=True)
+        _take_back(home, device)
         return
     path = place(home, device)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    path.write_text(json.dumps({"device": device, "since": time.time(), "reason": what}))
+    with writes_to(path):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.write_text(json.dumps({"device": device, "since": time.time(), "reason": what}))
     raise _aside(device, what)
 
 
@@ -65,7 +67,13 @@ def admit(home: Path, device: str, server: ForkServer) -> None:
         return
     if what := alive(device, server):
         raise _aside(device, what)
-    path.unlink(missing_ok=True)
+    _take_back(home, device)
+
+
+def _take_back(home: Path, device: str) -> None:
+    path = place(home, device)
+    with writes_to(path):
+        path.unlink(missing_ok=True)
 
 
 def _aside(device: str, what: str) -> EsperError:

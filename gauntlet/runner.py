@@ -40,6 +40,8 @@ from library.records import PENDING_BENCHMARKING, REJECTED, REVOKED, VALIDATED
 from library.store import Library
 
 CASES = "cases"
+ELSEWHERE = "E0903"
+"""What this machine cannot judge, whatever the artifact is worth."""
 BLAMED = (CRASH, ILLEGAL, ENDLESS, MEMORY)
 POLICY = "stage-1/2"
 """Name of the rules a verdict was made under; a change of bounds or stages makes a new one."""
@@ -79,7 +81,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Judgement:
     """What the workers found about some bytes, before anything is signed. `spill`: the failing case,
-    encoded."""
+    encoded; `code`: of the error that ended the judge itself."""
 
     passed: bool | None
     reason: str
@@ -87,6 +89,7 @@ class Judgement:
     context: Mapping[str, Any]
     seconds: float
     spill: bytes = b""
+    code: str = ""
 
 
 def prove(
@@ -129,6 +132,8 @@ def prove(
         quarantine.admit(library.home, chosen, server)
         container = library.load(record.id, allow_unvalidated=True).container.data
         found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+        if found.code == ELSEWHERE:
+            raise _elsewhere(record.id, f"it is for {record.arch}, which {chosen} here cannot run")
         if found.passed and chosen != "cpu":
             found = followed_by(found, sanitizer.LATER if quick else sanitizer.checks(container, chosen))
         if found.passed:
@@ -181,13 +186,13 @@ def default_device(kind: str) -> str:
     """Of an artifact for this kind of target. E0903 for kinds that nothing here can judge."""
     devices = {"cpu": "cpu", "cuda": "cuda:0"}
     if kind not in devices:
-        raise EsperError(
-            "E0903",
-            f"no device of kind {kind!r} to prove an artifact on",
-            hint="prove it on a machine that has one",
-            exit_code=EXIT_BACKEND,
-        )
+        raise _elsewhere(kind, f"no device of kind {kind!r} to prove an artifact on")
     return devices[kind]
+
+
+def _elsewhere(node: str, what: str) -> EsperError:
+    hint = "prove it on a machine that has one; nothing was recorded"
+    return EsperError(ELSEWHERE, what, node=node, hint=hint, exit_code=EXIT_BACKEND)
 
 
 def judge(
@@ -252,9 +257,9 @@ def _judgement(ending: Ending, seconds: float) -> Judgement:
     running = (ending.last("stage") or {"name": "loads"})["name"]
     if ending.kind not in BLAMED or _judge_broke(ending):
         tail = ending.output.strip().splitlines()[-1:] or [""]
-        return Judgement(
-            None, f"{running}: {ending.detail} {tail[0]}".strip(), tuple(stages), context, seconds
-        )
+        why = f"{running}: {ending.detail} {tail[0]}".strip()
+        code = str((ending.last("broke") or {}).get("code", ""))
+        return Judgement(None, why, tuple(stages), context, seconds, code=code)
     reason = f"{ending.kind}: {ending.detail}"
     stages.append(StageReport(running, "failed", ending.seconds, reason))
     return Judgement(False, f"{running}: {reason}", tuple(stages), context, seconds)

@@ -17,6 +17,7 @@ from library.cli_base import Tool, as_json, emit, reading, say, table, when, wri
 from library.contracts import KernelQuery
 from library.doctor import examine
 from library.errors import fail
+from library.paths import writes_to
 from library.records import ARTIFACT_MOVES, ArtifactRecord
 from library.repair import repair
 from library.store import Library
@@ -184,7 +185,8 @@ def lineage_command(
         edges = lineage.ancestors(lib, start) if up else lineage.descendants(lib, start)
         lines = [] if up else lineage.tree_lines(lib, start)
         if svg is not None:
-            svg.write_text(lineage.picture(lib, start), encoding="utf-8")
+            with writes_to(svg):
+                svg.write_text(lineage.picture(lib, start), encoding="utf-8")
     if as_json:
         emit("lineage", {"blueprint": start, "edges": [e.__dict__ for e in edges]})
         return

@@ -7,6 +7,8 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -41,6 +43,15 @@ def trust_home(path: Path | str | None = None) -> Path:
     see library.trust."""
     chosen = path or os.environ.get("ESPER_KEYS") or platformdirs.user_config_path("esper") / "trust"
     return Path(os.path.abspath(Path(chosen).expanduser()))
+
+
+@contextmanager
+def writes_to(place: Path) -> Iterator[None]:
+    """Where the system refuses what the body writes at `place`: E0702, E0703 or E0710 in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise os_error(error, "cannot write", place) from error
 
 
 def os_error(error: OSError, doing: str, where: Path | str) -> EsperError:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from esper_ir.diagnostics import EsperError
 from library.canon import canonical_json, parse_json
-from library.paths import make_private, read_regular
+from library.paths import make_private, read_regular, writes_to
 
 _BYTES = 256
 
@@ -42,7 +42,8 @@ def recall(home: Path, origin: str) -> tuple[int, bytes]:
 
 def forget(home: Path, origin: str) -> None:
     """Accept that a library was set back on purpose."""
-    (home / "seen" / origin).unlink(missing_ok=True)
+    with writes_to(home / "seen" / origin):
+        (home / "seen" / origin).unlink(missing_ok=True)
 
 
 def _parse(data: bytes) -> tuple[int, bytes]:

@@ -55,13 +55,15 @@ def evaluate(outcomes: Path | None, svg: Path | None, library: str | None, as_js
     """How good scores are on kernel families, and on later outcomes, that the model has not seen."""
     from gauntlet.risk import evaluate as judge
     from gauntlet.risk import learners, model, picture
+    from library.paths import writes_to
 
     with named(as_json), _opened(library, outcomes is None) as opened:
         found, basis = _outcomes(outcomes, opened)
         model.enough(found)
         said = {"basis": basis, **judge.evaluate(learners.load(), found)}
-    if svg:
-        svg.write_text(picture.reliability(said["reliability"], basis), encoding="utf-8")
+        if svg:
+            with writes_to(svg):
+                svg.write_text(picture.reliability(said["reliability"], basis), encoding="utf-8")
     if as_json:
         emit(said)
     else:

@@ -22,6 +22,7 @@ from esper_ir.diagnostics import EXIT_INTEGRITY, EXIT_LIMIT, EXIT_NOT_FOUND, Esp
 from gauntlet.risk import features
 from gauntlet.risk.learners import Learners
 from gauntlet.risk.outcomes import Outcome, same_names, same_schema
+from library.paths import writes_to
 
 SCHEMA = "esper-risk-model/1"
 LEAST, LEAST_FAILURES = 1000, 100
@@ -158,16 +159,17 @@ def _calibrated(
 
 
 def save(model: Model, path: Path) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. E0702, E0703, E0710."""
     body = {
         "schema": SCHEMA, "features_schema": features.SCHEMA, "features": list(features.NAMES),
         "basis": model.basis, "slope": model.slope, "intercept": model.intercept, "facts": dict(model.facts),
         "booster": model.booster,
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(_text({**body, "digest": _digest(body)}) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    with writes_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(_text({**body, "digest": _digest(body)}) + "\n", encoding="utf-8")
+        os.replace(part, path)
 
 
 def _text(body: Mapping[str, Any]) -> str:
