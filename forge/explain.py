@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import forge.templates
 from esper_ir.graph import Graph
+from esper_ir.show import flops as cost
+from esper_ir.show import short
 from esper_ir.types import Dim
 from forge.groups import Group, lowering_kind
 from forge.lower import PhaseLowering
@@ -17,6 +19,10 @@ from forge.plan import JoinedTile, Store, Tile
 from forge.target import Target
 from forge.templates.choice import tuned_sizes
 from forge.work import Work
+
+FLOOR, ESTIMATE = "floor", "estimate"
+"""What the times are: from the rates of the target's memory and matrix instructions, or, on a processor, from
+assumed ones."""
 
 
 def explain(work: Work) -> dict[str, Any]:
@@ -28,6 +34,7 @@ def explain(work: Work) -> dict[str, Any]:
         "target": work.target.name,
         "pipeline": work.pipeline,
         "saved": list(work.saved),
+        "floors": ESTIMATE if work.target.kind == "cpu" else FLOOR,
         "phases": [_phase(low, work.target) for low in work.lowerings],
         "warnings": [f.to_json() for f in work.findings],
     }
@@ -35,13 +42,19 @@ def explain(work: Work) -> dict[str, Any]:
 
 def _phase(low: PhaseLowering, target: Target) -> dict[str, Any]:
     sizes = _sizes(low)
+    groups = [_group(low.parts.graph, g, made, target, sizes) for g, made in low.lowered]
     home = {node.id: group.name for group, _ in low.lowered for node in group.nodes}
     return {
         "phase": low.phase.name,
         "wanted": list(low.phase.wanted),
         "bucket": {b.dim: [b.low, b.high] for b in low.plan.bucket},
         "sizes": sizes,
-        "groups": [_group(low.parts.graph, g, made, target, sizes) for g, made in low.lowered],
+        "groups": groups,
+        "total": {
+            "bytes": sum(g["bytes_read"] + g["bytes_written"] for g in groups),
+            "flops": sum(g["flops"] for g in groups),
+            "floor_us": round(sum(g["floor_us"] for g in groups), 3),
+        },
         "refused": [
             {"node": r.node, "group": r.group, "code": r.why.code, "reason": r.why.reason}
             for r in low.parts.refusals
@@ -63,8 +76,9 @@ def _group(
     graph: Graph, group: Group, made: Lowered, target: Target, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
     read, written = group_traffic(graph, group, made, sizes)
-    flops = group_flops(graph, group, sizes)
-    floor = max((read + written) / (target.copy_TBps * 1e12), flops / (target.bf16_TFLOPs * 1e12))
+    flops = sum(cost(graph, node).value(sizes) for node in group.nodes)
+    computing = flops / (target.bf16_TFLOPs * 1e12) if target.bf16_TFLOPs else 0.0
+    floor = max((read + written) / (target.copy_TBps * 1e12), computing)
     return {
         "group": group.name,
         "template": made.template,
@@ -112,7 +126,7 @@ def _bytes(graph: Graph, name: str, made: Lowered, sizes: Mapping[str, int]) -> 
 
 
 def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
-    """Operations of the group's contractions (pointwise work is not what bounds a kernel)."""
+    """Operations of the products that the group is built around: what benches hold its time against."""
     if group.chain is not None or group.beside:
         return sum(group_flops(graph, part, sizes) for part in group.chain or group.beside)
     node = group.contraction
@@ -141,10 +155,36 @@ def render(document: Mapping[str, Any]) -> str:
         at = ", ".join(f"{d}={size}" for d, size in phase["sizes"].items())
         lines.append(f"\n{phase['phase']}{wanted} [{bucket}]{f', figures at {at}' if at else ''}")
         for g in phase["groups"]:
-            moved = (g["bytes_read"] + g["bytes_written"]) / 1e6
             what = " + ".join([*g["kernels"], *g["externs"]])
-            lines.append(f"  {g['group']}: {g['template']}, {moved:.1f} MB, floor {g['floor_us']:.1f} us")
+            figures = {**g, "bytes": g["bytes_read"] + g["bytes_written"]}
+            lines.append(f"  {g['group']}: {g['template']}, {_amounts(figures, document['floors'])}")
             lines.append(f"    nodes: {', '.join(g['nodes'])}")
             lines.append(f"    {what}")
         lines += [f"  refused: {r['node']} in {r['group']}: {r['reason']}" for r in phase["refused"]]
+    totals = [_total(document["phases"][at], document["floors"]) for at in shown(document["phases"])]
+    lines.append(f"\ntotal: {'; '.join(totals)}")
+    if document["floors"] == ESTIMATE:
+        lines.append("estimates are from rates assumed of a processor; what lies in its caches takes less")
     return "\n".join(lines)
+
+
+def shown(phases: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Numbers of forward and the backward of every gradient, or of inference where there is no gradient.
+    Buckets of one phase come in ascending order: the last one counts.
+    """
+    named = {p["phase"]: at for at, p in enumerate(phases)}
+    if "forward" not in named:
+        return [named["inference"]]
+    back = [at for at, p in enumerate(phases) if p["phase"] == "backward"]
+    return [named["forward"], max(back, key=lambda at: (len(phases[at]["wanted"]), at))]
+
+
+def _total(phase: Mapping[str, Any], floors: str) -> str:
+    at = ", ".join(f"{d}={size}" for d, size in phase["sizes"].items())
+    return f"{phase['phase']}{f' at {at}' if at else ''} {_amounts(phase['total'], floors)}"
+
+
+def _amounts(figures: Mapping[str, Any], floors: str) -> str:
+    """Bytes, operations and the least time, as text."""
+    done = f"{short(figures['flops'], 'FLOP')}, " if figures["flops"] else ""
+    return f"{short(figures['bytes'], 'B')}, {done}{floors} {figures['floor_us']:.1f} us"

@@ -14,7 +14,7 @@ from typing import Any
 
 from esper_ir.graph import Graph
 from esper_ir.show import short
-from forge.explain import explain
+from forge.explain import explain, shown
 from forge.lower import PhaseLowering
 from forge.work import Work
 
@@ -23,7 +23,7 @@ ROW, TABLE = 20, 640
 SWEEPS = 6
 LETTERS = 22  # of a node's line
 PLAIN = "#f1f1f1"
-COLUMNS = (("kernel", 24), ("MB", 350), ("FLOP", 420), ("floor us", 490), ("share", 548))
+COLUMNS = (("kernel", 24), ("MB", 350), ("FLOP", 420), ("us", 490), ("share", 548))
 STYLE = (
     "text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#222}.small{font-size:10.5px;fill:#555}"
     ".title{font-size:15px;font-weight:600}.right{text-anchor:end}"
@@ -47,12 +47,11 @@ def svg(work: Work) -> str:
     """Forward and the backward of every gradient, one below the other, or inference where there is no
     gradient; of several buckets that of the largest sizes."""
     made = explain(work)
-    shown = _shown(made["phases"])
     parts: list[str] = []
     top, width = 2 * EDGE, 0
     title = f"{work.blueprint.name} for {work.target.name} ({work.pipeline}, {work.objective})"
-    for at in shown:
-        drawn, wide, high = _phase(work.lowerings[at], made["phases"][at], top)
+    for at in shown(made["phases"]):
+        drawn, wide, high = _phase(work.lowerings[at], made["phases"][at], top, made["floors"])
         parts += drawn
         top, width = top + high + 2 * EDGE, max(width, wide)
     head = (
@@ -63,25 +62,18 @@ def svg(work: Work) -> str:
     return "\n".join([head, _text(EDGE, EDGE + 6, title, "title"), *parts, "</svg>"]) + "\n"
 
 
-def _shown(phases: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Numbers of the phases to draw. Buckets of one phase come in ascending order: the last one counts."""
-    named = {p["phase"]: at for at, p in enumerate(phases)}
-    if "forward" not in named:
-        return [named["inference"]]
-    back = [at for at, p in enumerate(phases) if p["phase"] == "backward"]
-    return [named["forward"], max(back, key=lambda at: (len(phases[at]["wanted"]), at))]
-
-
-def _phase(low: PhaseLowering, made: Mapping[str, Any], top: int) -> tuple[list[str], int, int]:
+def _phase(low: PhaseLowering, made: Mapping[str, Any], top: int, floors: str) -> tuple[list[str], int, int]:
     """(elements, width, height) of one phase: its table, then its graph."""
     groups = made["groups"]
     colours = {g["group"]: _colour(at) for at, g in enumerate(groups)}
     sizes = ", ".join(f"{n}={v}" for n, v in made["sizes"].items())
     wanted = f" of {', '.join(made['wanted'])}" if made["wanted"] else ""
-    total = sum(g["floor_us"] for g in groups)
-    title = f"{made['phase']}{wanted}{f' at {sizes}' if sizes else ''}: floor {total:.1f} us"
+    total = made["total"]["floor_us"]
+    title = f"{made['phase']}{wanted}{f' at {sizes}' if sizes else ''}: {floors} {total:.1f} us"
     out = [_text(EDGE, top + 16, title, "title")]
-    out += [_text(EDGE + x, top + 38, name, "small" if x == 24 else "small right") for name, x in COLUMNS]
+    for name, x in COLUMNS:
+        label = f"{floors} us" if name == "us" else name
+        out.append(_text(EDGE + x, top + 38, label, "small" if x == 24 else "small right"))
     for at, group in enumerate(groups):
         out += _row(group, colours[group["group"]], total, top + 38 + ROW * (at + 1))
     below = top + 38 + ROW * (len(groups) + 1)

@@ -129,6 +129,28 @@ def test_explain(target: str) -> None:
             assert not [r for r in phase["refused"] if {r["node"], r["group"]} <= inside]
 
 
+def test_operations_and_floors_of_every_kind_of_step() -> None:
+    """A convolution is bound by its operations, what follows by its bytes; a card without matrix instructions
+    for bfloat16 has a floor by bytes; of a processor all are called estimates."""
+    conv = str(Path(RMS).with_name("conv_res.json"))
+    made = document(run("explain", conv, "--target", "h100", "--json"))
+    phase = next(p for p in made["phases"] if p["phase"] == "forward")
+    (called,) = (g for g in phase["groups"] if g["externs"])
+    assert called["flops"] == 2 * phase["sizes"]["n"] * 56 * 56 * 128 * 3 * 3 * 128, called
+    assert called["floor_us"] == pytest.approx(called["flops"] / 989e6, abs=0.01)
+    assert all(g["flops"] > 0 for g in phase["groups"]) and made["floors"] == "floor"
+    total = phase["total"]
+    assert total["flops"] == sum(g["flops"] for g in phase["groups"]) and total["bytes"] > 0
+    shown = run("explain", conv, "--target", "h100").stdout
+    assert "GFLOP, floor 59.8 us" in shown and shown.splitlines()[-1].startswith("total: forward at n=")
+    for target in ("t4", "cpu"):
+        plain = run("explain", str(Path(RMS).with_name("digits_block.json")), "--target", target)
+        assert plain.exit_code == 0, plain.output
+    assert "floor" not in plain.stdout and "FLOP, estimate" in plain.stdout
+    norm = document(run("explain", str(Path(RMS).with_name("layernorm.json")), "--target", "cpu", "--json"))
+    assert norm["floors"] == "estimate" and norm["phases"][0]["total"]["flops"] > 0
+
+
 def test_bytes_of_a_group_are_those_of_its_buffers() -> None:
     """8192 or 32768 rows of 4096 bf16: x and r are read, y is written, w and rstd are small."""
     made = document(run("explain", RMS, "--target", "h100", "--json"))

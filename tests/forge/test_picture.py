@@ -57,6 +57,13 @@ def test_every_node_stands_once_in_the_colour_of_its_kernel(name: str) -> None:
     assert all(any(w.startswith(f"{g['group']}: "[:43]) for w in words) for g in groups)
 
 
+def test_convolutions_have_their_operations_and_a_processor_estimates() -> None:
+    root = ElementTree.fromstring(svg(front(text.load(EXAMPLES / "conv_res.json"), "cpu")))
+    words = [t.text or "" for t in root.iter(f"{SPACE}text")]
+    assert any(w.endswith(" G") for w in words), "the convolution's cell"
+    assert "estimate us" in words and not any("floor" in w for w in words)
+
+
 def test_the_command_writes_it_and_says_where_it_cannot(tmp_path: Path) -> None:
     path, source = tmp_path / "block.svg", str(EXAMPLES / "digits_block.json")
     made = CliRunner().invoke(main, ["show", source, "--svg", str(path), "--target", "cpu", "--json"])
