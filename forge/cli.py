@@ -143,7 +143,7 @@ def compile_(
             rows += [{"path": str(path), **row(r)} for r in made]
             for r in made:
                 known = "" if r.status == "PENDING_BENCHMARKING" else f"  {r.status}"
-                click.echo(f"{path}: {r.artifact_id}  {r.seconds['total']:.1f} s{known}", err=as_json)
+                click.echo(f"{path}: {_summary(row(r))}{known}", err=as_json)
             for warning in dict.fromkeys(w for r in made for w in r.warnings):
                 click.echo(f"{path}: {warning.strip()}", err=True)
     if as_json:
@@ -207,8 +207,17 @@ def tune_(
 def _tuned(found: dict[str, Any]) -> str:
     if "artifacts" not in found:
         return "{candidates} candidates of {groups} groups, {failed} refused  {file}".format(**found)
-    (made,) = found["artifacts"]
-    return f"{made['artifact_id']}  {made['seconds']['total']:.1f} s"
+    return _summary(found["artifacts"][0])
+
+
+def _summary(made: dict[str, Any]) -> str:
+    """Id, seconds, and what measuring came to where there was any."""
+    line, tuned = f"{made['artifact_id']}  {made['seconds']['total']:.1f} s", made["tuned"]
+    if not tuned:
+        return line
+    gain = f"{tuned['gain']:.2f}x" if tuned["gain"] != 1 else "none"
+    spent = f"measuring {tuned['measuring_s']:.1f} s, building {tuned['building_s']:.1f} s"
+    return f"{line}  {tuned['timed']} tiles timed, gain over the rules' choice: {gain}, {spent}"
 
 
 def _compile_one(path: Path, options: dict[str, Any], as_json: bool) -> tuple[list[Any], list[EsperError]]:

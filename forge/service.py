@@ -42,7 +42,8 @@ SHORT = "E0549"
 @dataclass(frozen=True)
 class CompileResult:
     """One artifact as stored. `seconds` by step of the pipeline and "total"; `kernels` and `externs` count
-    steps.
+    steps. `tuned`: where tiles were measured, how many ("timed"), "gain" (how much faster the groups are that
+    got another tile than their first; 1 where none did), "building_s" and "measuring_s".
     """
 
     artifact_id: str
@@ -55,6 +56,7 @@ class CompileResult:
     kernels: int
     externs: int
     warnings: tuple[str, ...]
+    tuned: dict[str, Any]
 
 
 def compile_blueprint(
@@ -191,6 +193,7 @@ def _store(work: Work, library: Library, seconds: float) -> CompileResult:
         kernels=len(work.kernels.by_key),
         externs=sum(type(s).__name__ == "ExternStep" for s in steps),
         warnings=(*(str(f) for f in work.findings), *_untimed(work)),
+        tuned=dict(work.trials.get("spent", {})),
     )
 
 
@@ -200,7 +203,7 @@ def _untimed(work: Work) -> tuple[str, ...]:
     if why := work.trials.get("untimed"):
         out.append(f"untimed: {why}; `esper-forge tune` measures it where it is")
     if short := work.trials.get("short"):
-        few = f"{SHORT}: the budget was used up before other tiles of {len(short)} groups were tried"
+        few = f"{SHORT}: the budget did not reach to other tiles of {len(short)} groups"
         out.append(f"{few}; `esper-forge tune` goes on with a larger --budget")
     if unkept := work.trials.get("unkept"):
         out.append(f"measurements were not kept: {unkept}")

@@ -157,6 +157,13 @@ def gain(hunts: Sequence[Hunt]) -> float:
     return sum(p for p, _ in timed) / sum(b for _, b in timed) if timed else 1.0
 
 
+def won(hunts: Iterable[Hunt], given: Mapping[str, Tile]) -> float:
+    """How much faster the groups with the tiles of `given` are together than with their first; 1 for none."""
+    pairs = [(h.trials[repr(h.prior)].us, h.trials[repr(given[h.key])].us) for h in hunts if h.key in given]
+    timed = [(old, new) for old, new in pairs if math.isfinite(old) and math.isfinite(new)]
+    return round(sum(old for old, _ in timed) / sum(new for _, new in timed), 3) if timed else 1.0
+
+
 def report(
     hunts: Sequence[Hunt], arch: str, toolchain: str, aim: str = "speed", absent: str = ""
 ) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -110,6 +111,16 @@ def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> N
     same = run("explain-miss", pair[0], pair[0])
     assert same.exit_code == 0 and not same.stdout and "do not differ" in same.stderr
     assert any(row["field"].startswith("blueprint") for row in rows)
+
+
+def test_measuring_says_what_it_came_to(esper_library: Path, tmp_path: Path) -> None:
+    words = ("compile", written(tmp_path), "--target", "cpu", "--pipeline", "standard", "--budget", "2s")
+    (row,) = document(run(*words, "--json"))["artifacts"]
+    assert row["tuned"]["timed"] > 0 and row["tuned"]["gain"] >= 1 and row["tuned"]["building_s"] > 0
+    line = run(*words).stdout
+    assert re.search(r" s  \d+ tiles timed, gain over the rules' choice: (none|\d\.\d\dx), measuring", line)
+    plain = document(run("compile", written(tmp_path), "--target", "cpu", "--json"))["artifacts"][0]
+    assert plain["tuned"] == {}
 
 
 @pytest.mark.parametrize("target", ["h100", "cpu"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from esper_ir.graph import Blueprint
 from forge.lower import Kernels
 from forge.plan import ChainTile, MatmulTile, PointTile, RowTile, ScanTile, SumTile, Tile
 from forge.service import compile_blueprint, front
+from forge.target import resolve
 from forge.toolchain import build_candidates, toolchain_of
 from forge.tune import candidates, clock, halves, search, space
+from forge.tune.candidates import Timer
 from forge.tune.journal import Choices
 from forge.tune.trials import Hunt, Trial
 from forge.tuning import build_candidates as write_candidates
@@ -131,6 +135,14 @@ def test_a_search_keeps_everything_it_measured_and_goes_on_from_it(
     built: list[int] = []
     real = candidates.build_candidates
     monkeypatch.setattr(candidates, "build_candidates", lambda s, t: built.append(len(s)) or real(s, t))
+    tiles: list[tuple[str, str]] = []
+    asked = candidates.build
+
+    def build(sets: Any, *rest: Any) -> Any:
+        tiles.extend((key, repr(tile)) for _, key, tile in sets)
+        return asked(sets, *rest)
+
+    monkeypatch.setattr(candidates, "build", build)
     first = search.search(kernels, target, "cpu", toolchain_of(target), effort, library)
     assert built and first.report["groups"]
     for group in first.report["groups"]:
@@ -139,10 +151,41 @@ def test_a_search_keeps_everything_it_measured_and_goes_on_from_it(
     kept = library.measurements(first.report["groups"][0]["key"], target.arch, toolchain_of(target))
     assert len(kept) >= len(first.report["groups"][0]["trials"])
     built.clear()
+    assert len(tiles) == len(set(tiles)), "a finalist is timed again, not built again"
+    spent = first.report["spent"]
+    assert spent["timed"] >= len(first.report["groups"]) and spent["gain"] >= 1
+    assert min(spent["building_s"], spent["measuring_s"]) > 0
     again = search.search(kernels, target, "cpu", toolchain_of(target), search.Effort(0, 0.0), library)
     known = {g["key"]: len(g["trials"]) for g in first.report["groups"]}
     assert {g["key"]: len(g["trials"]) for g in again.report["groups"]} == known, "read, not measured again"
     assert len(built) <= 2, "the priors and the finalists, and no batch of new tiles between"
+
+
+@pytest.mark.parametrize("budget", [5.0, 20.0, 60.0])
+def test_no_tile_is_begun_that_the_budget_has_no_time_for(
+    monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
+    """A second a tile, on a clock of its own; the priors that move most come first."""
+    now, first = [0.0], list[str]()
+
+    def measure(self: Any, asked: Any, rounds: int, energy: bool = False) -> None:
+        for hunt, tile in asked:
+            now[0] += 1.0 if rounds == search.ROUNDS else 0.0  # finalists are built by then
+            first.append(hunt.key)
+            us = 100.0 - len(hunt.trials)
+            hunt.keep(Trial(tile, us, us - 0.1, us + 0.1))
+
+    monkeypatch.setattr(search._Bench, "measure", measure)
+    monkeypatch.setattr(search, "GUESS_S", 2.0 * len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hunts = [Hunt(f"k{at}", f"g{at}", RowTile(1, 4, 128, 1), floor_us=float(at)) for at in range(30)]
+    bench = search._Bench({}, {}, resolve("cpu"), Timer("cpu", "", "", None))
+    search._hunt(hunts, bench, search.Effort(300, budget), lambda text: None)
+    assert budget / 2 <= now[0] <= budget + 1, "it neither begins what has no time nor ends early"
+    assert first[: min(30, int(budget) // 2)] == [f"k{29 - at}" for at in range(min(30, int(budget) // 2))]
+    reached = {h.key for h in hunts if h.trials}
+    assert {h.key for h in bench.left} == {h.key for h in hunts} - reached
+    assert (len(reached) == 30) == (budget > 30)
 
 
 def test_a_winner_is_faster_by_the_margin_and_outside_the_noise() -> None:
