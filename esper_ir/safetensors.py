@@ -1,4 +1,4 @@
-"""Reading one tensor of a safetensors file: an 8-byte header length, a JSON header, the data. No code is
+"""Reading tensors of a safetensors file: an 8-byte header length, a JSON header, the data. No code is
 run.
 """
 
@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
-from esper_ir.diagnostics import EsperError
+from esper_ir.diagnostics import EXIT_NOT_FOUND, EsperError
 from esper_ir.lazy import torch
 
 DTYPES = {
@@ -31,8 +32,22 @@ def _sizes(value: Any, count: int | None, what: str) -> list[int]:
     return value
 
 
-def read_tensor(data: bytes, key: str) -> Any:
-    """The tensor called `key` (little-endian, row major). Raises EsperError E0112."""
+def load_file(path: Path | str) -> dict[str, Any]:
+    """Every tensor of a file by name, for `load_state_dict`, as the function of this name in the package
+    `safetensors` gives them. Raises EsperError E0112, E0113.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise EsperError(
+            "E0113", f"cannot read {path}: {error.strerror}", node=str(path), exit_code=EXIT_NOT_FOUND
+        ) from None
+    header, _ = _header(data)
+    return {name: read_tensor(data, name) for name in header if name != "__metadata__"}
+
+
+def _header(data: bytes) -> tuple[dict[str, Any], int]:
+    """What the file says of its tensors, and where their bytes begin."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(len(data) - 8, MAX_HEADER):
         raise _bad("the header is cut off")
@@ -40,13 +55,19 @@ def read_tensor(data: bytes, key: str) -> Any:
         header = json.loads(data[8 : 8 + size].decode("utf-8"))
     except (ValueError, RecursionError):
         raise _bad("the header is not JSON") from None
-    entry = header.get(key) if isinstance(header, dict) else None
+    return header if isinstance(header, dict) else {}, 8 + size
+
+
+def read_tensor(data: bytes, key: str) -> Any:
+    """The tensor called `key` (little-endian, row major). Raises EsperError E0112."""
+    header, begin = _header(data)
+    entry = header.get(key)
     if not isinstance(entry, dict) or DTYPES.get(str(entry.get("dtype"))) is None:
         raise EsperError("E0112", f"no tensor {key!r} of a known dtype in the file")
     shape = _sizes(entry.get("shape"), None, "bad shape")
     start, end = _sizes(entry.get("data_offsets"), 2, "bad offsets")
     dtype = getattr(torch, DTYPES[entry["dtype"]])
-    body = bytearray(data[8 + size + start : 8 + size + end])
+    body = bytearray(data[begin + start : begin + end])
     if not len(body) == end - start == math.prod(shape) * dtype.itemsize:
         raise _bad(f"the data of {key!r} do not have the size of their shape")
     if not body:

@@ -303,8 +303,12 @@ def import_(target: str, output: Path | None, as_json: bool, **options: Any) -> 
             )
         if as_json:
             click.echo(json.dumps(document, indent=1))
-        else:
-            click.echo("\n".join(files) if files else text.render(made).rstrip())
+            return
+        click.echo("\n".join(files) if files else text.render(made).rstrip())
+        values = str(output.with_suffix(".safetensors")) if output else ""
+        if values in files:
+            load = "from esper_ir.safetensors import load_file; module.load_state_dict(load_file"
+            click.echo(f"values: {load}({values!r}))", err=True)
 
 
 @main.command()

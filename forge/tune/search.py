@@ -102,7 +102,7 @@ def search(
         except KeyboardInterrupt:
             progress("tune: interrupted; the best so far is kept")
     made = report(hunts, target.arch, toolchain, effort.aim, timer.absent)
-    told = {"unkept": timer.unkept} if timer.unkept else {}
+    told: dict[str, Any] = {"unkept": timer.unkept} if timer.unkept else {}
     late = {h.key for h in bench.left}
     short = [h.group for h in hunts if h.key in late or (h.share > 1 and len(h.trials) <= 1)]
     given = winners(hunts, effort.aim)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from esper_ir.diagnostics import EXIT_NOT_FOUND, EXIT_USAGE
+from esper_ir.diagnostics import EXIT_NOT_FOUND, EXIT_USAGE, EsperError
 from esper_ir.eager import to_torch
-from esper_ir.safetensors import read_tensor
+from esper_ir.safetensors import load_file, read_tensor
 from esper_ir.text import load
 from forge.cli import main
 
@@ -68,11 +68,21 @@ def test_a_class_becomes_a_file_with_its_values(model: Path, tmp_path: Path) -> 
     blueprint = load(out)
     assert blueprint.name == "Gate" and blueprint.dims["rows"].max == 64
     twin = to_torch(blueprint)
+    values = load_file(out.with_suffix(".safetensors"))
+    twin.load_state_dict(values)
     data = out.with_suffix(".safetensors").read_bytes()
-    twin.load_state_dict({name: read_tensor(data, name) for name in twin.state_dict()})
+    assert all(torch.equal(read_tensor(data, name), value) for name, value in values.items())
     torch.manual_seed(0)
     up = torch.nn.Linear(4, 8)
     assert torch.equal(twin.get_parameter("up.weight"), up.weight)
+    plain = forge("import", f"{model}:Gate", "--input", "float32[8,8]", "--eval", "-o", out)
+    call = plain.stderr.split("values: ")[1].strip()
+    module = to_torch(load(out))
+    exec(call, {"module": module})
+    assert module.get_parameter("up.weight").shape == (16, 8)
+    with pytest.raises(EsperError) as error:
+        load_file(tmp_path / "absent.safetensors")
+    assert error.value.code == "E0113"
 
 
 def test_what_training_writes(model: Path) -> None:
