@@ -13,11 +13,21 @@ from esper_ir.opdef import OpDef
 OPS: Mapping[str, OpDef] = MappingProxyType(collect(esper_ir.ops, "OPS"))
 """Every operator of the language by its name."""
 
+OTHERWISE: Mapping[str, str] = MappingProxyType({
+    "conv": "conv2d", "dense": "linear", "divide": "div", "fc": "linear", "hard_sigmoid": "hardsigmoid",
+    "hard_swish": "hardswish", "layernorm": "layer_norm", "multiply": "mul", "negative": "neg",
+    "power": "pow", "rmsnorm": "rms_norm", "sdpa": "scaled_dot_product_attention", "subtract": "sub",
+    "swish": "silu",
+})  # fmt: skip
+"""Names that others give to an operator, to be pointed to ours."""
+
 
 def lookup(name: str) -> OpDef:
     """The record of an operator; E0301 with the nearest names when there is none."""
     op = OPS.get(name)
     if op is None:
-        hint = did_you_mean(name, OPS) or "`esper-forge ops` lists the operators"
+        ours = OTHERWISE.get(name)
+        near = f"did you mean {ours}?" if ours else did_you_mean(name, OPS)
+        hint = near or "`esper-forge ops` lists the operators"
         raise EsperError("E0301", f"unknown operator {name[:64]!r}", hint=hint)
     return op

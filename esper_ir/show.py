@@ -74,6 +74,13 @@ def _row(node: Node, written: Any, cost: Dim, sizes: Mapping[str, int]) -> dict[
     }
 
 
+def _range(spec: Mapping[str, Any]) -> str:
+    """A declared range: 1..256, tune 16, 64."""
+    step = f", multiple of {spec['multiple_of']}" if spec.get("multiple_of", 1) != 1 else ""
+    tune = f", tune {', '.join(map(str, spec['tune']))}" if spec.get("tune") else ""
+    return f"{spec['min']}..{spec['max']}{step}{tune}"
+
+
 def short(number: float, unit: str = "") -> str:
     """1234567 as 1.23 M."""
     for size, letter in UNITS:
@@ -85,7 +92,7 @@ def short(number: float, unit: str = "") -> str:
 def render(made: Mapping[str, Any]) -> str:
     """The document as a table: one line per leaf and node."""
     blueprint, total = made["blueprint"], made["total"]
-    rows: list[tuple[str, str, str]] = []
+    rows = [(f"dim {name}", _range(spec), "") for name, spec in blueprint.get("dims", {}).items()]
     for section in ("inputs", "params", "buffers", "constants"):
         rows += [(f"{section[:-1]} {name}", made["types"][name], "") for name in blueprint.get(section, {})]
     for node in made["nodes"]:

@@ -102,14 +102,18 @@ class _Check:
         owner = producer(ref, self.nodes)
         return owner if owner in self.nodes else None
 
-    def _meant(self, ref: str) -> str:
-        return did_you_mean(ref, chain(self.leaves, self.nodes)) or "check the spelling"
+    def _meant(self, ref: str, reader: str = "") -> str:
+        """Not the node that reads it: nothing reads itself."""
+        known = (name for name in chain(self.leaves, self.nodes) if name != reader)
+        return did_you_mean(ref, known) or "check the spelling"
 
     def references(self) -> None:
         for node in self.bp.nodes:
             for ref in node.tensors:
                 if self.source(ref) is None:
-                    self.report("E0302", f"{ref!r} is no input, param or node", node.id, self._meant(ref))
+                    self.report(
+                        "E0302", f"{ref!r} is no input, param or node", node.id, self._meant(ref, node.id)
+                    )
         if not self.bp.outputs:
             self.report("E0306", "there are no outputs", hint="name at least one value under outputs")
         for name in self.bp.outputs:

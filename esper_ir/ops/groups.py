@@ -205,7 +205,8 @@ def _channels(name: str, infer: Any, reference: Any, params: tuple[Attr, ...], a
     return OpDef(
         name=name, infer=infer, reference=reference, vjp=_vjp_groups, lowering=Composite(_expand_groups),
         samples=_channel_samples(attrs), arity=(1, 3), params=(*params, Attr("eps", "float", 1e-5)),
-        cost=lambda i, o, a: o[0].numel * 8, doc=f"torch.nn.functional.{name}(x, weight, bias)",
+        cost=lambda i, o, a: o[0].numel * 8,
+        doc=f"torch.nn.functional.{name}(x, weight, bias), channels at axis 1",
     )  # fmt: skip
 
 

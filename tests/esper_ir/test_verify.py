@@ -9,7 +9,7 @@ import pytest
 
 from esper_ir.diagnostics import EsperError
 from esper_ir.graph import Blueprint, Leaf, Node
-from esper_ir.registry import OPS
+from esper_ir.registry import OPS, OTHERWISE
 from esper_ir.text import parse
 from esper_ir.types import DimSpec, DType, TensorType
 from esper_ir.verify import typed, verify
@@ -94,6 +94,11 @@ def test_each_mistake_has_its_code(code: str, row: dict[str, Any]) -> None:
 def test_nearest_names_are_offered() -> None:
     (found, *_) = verify(build([node("gellu", "x")]))
     assert found.hint is not None and "gelu" in found.hint
+    for other, ours in OTHERWISE.items():
+        (found, *_) = verify(build([node(other, "x")]))
+        assert ours in OPS and other not in OPS and found.hint == f"did you mean {ours}?"
+    (found, *_) = verify(build([node("gelu", "yy")]))
+    assert found.code == "E0302" and found.hint == "check the spelling", "a node does not read itself"
 
 
 def test_everything_at_once() -> None:

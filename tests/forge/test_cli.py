@@ -175,7 +175,11 @@ def test_show() -> None:
     made = document(run("show", RMS, "--json"))
     assert len(made["id"]) == 64 and made["types"]["y"] == "bfloat16[rows, 4096]"
     assert made["blueprint"]["name"] == "rmsnorm_residual"
-    assert "rmsnorm_residual" in run("show", RMS).stdout
+    shown = run("show", RMS).stdout
+    assert "rmsnorm_residual" in shown
+    spec = made["blueprint"]["dims"]["rows"]
+    tune = ", ".join(map(str, spec["tune"]))
+    assert re.search(rf"dim rows +{spec['min']}\.\.{spec['max']}, .*tune {tune}", shown)
 
 
 def test_print() -> None:
