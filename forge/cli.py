@@ -334,6 +334,8 @@ def diff(first: str, second: str, as_json: bool) -> None:
 def show(path: str, svg: Path | None, target: str, as_json: bool) -> None:
     """Print a blueprint: leaves and nodes with their types and floating-point operations."""
     from esper_ir.show import document, render
+    from esper_ir.verify import typed, verify
+    from forge.analysis import analyse
 
     with _errors(as_json):
         blueprint = _blueprint(_files((path,))[0])
@@ -341,6 +343,8 @@ def show(path: str, svg: Path | None, target: str, as_json: bool) -> None:
         if svg is not None:
             _draw(blueprint, target, svg)
         click.echo(json.dumps(made, indent=1) if as_json else render(made))
+        for warning in (*verify(blueprint), *analyse(blueprint, typed(blueprint))):
+            click.echo(str(warning).strip(), err=True)
 
 
 def _draw(blueprint: Any, target: str, path: Path) -> None:

@@ -98,6 +98,8 @@ def test_warnings_go_to_standard_error(esper_library: Path, tmp_path: Path) -> N
     found = run("compile", path, "--target", "cpu", "--json")
     (row,) = document(found)["artifacts"]
     assert found.exit_code == 0 and "E0501" in found.stderr and "unused" in row["warnings"][0]
+    shown = run("show", path)
+    assert shown.exit_code == 0 and "E0501 [unused]" in shown.stderr and "E0501" not in shown.stdout
 
 
 def test_explain_miss_names_the_fields(esper_library: Path, tmp_path: Path) -> None:
