@@ -27,8 +27,9 @@ demo-growth: $(STAMP)  ## a network on MNIST-1D finds its bottleneck and grafts 
 	$(PY) -m bench.growing.demo
 
 # Byte code is written, whatever the environment says: the tests start some hundred processes.
+# Three on two processors: tests that wait for disks and processes leave one idle.
 test: $(STAMP)  ## everything that runs without a card, in minutes
-	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist loadscope -m "not slow and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadscope -m "not slow and not gpu"
 
 test-slow: $(STAMP)  ## the long ones
 	$(PY) -m pytest -m "slow and not gpu"

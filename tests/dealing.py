@@ -1,4 +1,4 @@
-"""How `pytest -n 2 --dist loadscope` deals tests to workers: what shares expensive fixtures stays together,
+"""How `pytest -n 3 --dist loadscope` deals tests to workers: what shares expensive fixtures stays together,
 and what takes longest comes first.
 
 Dealt one by one, every worker would make the fixtures of a module or of the session for itself, and a long
