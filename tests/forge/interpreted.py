@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,14 @@ from tests.forge.whole import Machine, Sizes, close, compared, rms
 TUNED = 256  # a few programs share the rows, not as many as a card has
 
 
+@lru_cache(maxsize=1)
+def texts() -> tempfile.TemporaryDirectory[str]:
+    """Where the kernels' texts lie (Triton reads a kernel's file again): gone with the process."""
+    return tempfile.TemporaryDirectory(prefix="esper-texts-")
+
+
 def load_kernel(source: str, name: str) -> Any:
-    path = Path(tempfile.mkdtemp()) / f"{name}.py"
+    path = Path(tempfile.mkdtemp(dir=texts().name)) / f"{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
