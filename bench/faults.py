@@ -284,8 +284,9 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
     stage = next((s for s in found.stages if s.outcome == "failed"), None)
     margin = stage.metrics.get("margin") if stage else None
     own = sum(s.metrics.get("own_seconds", 0.0) for s in found.stages)
+    spent = {s.name: round(s.seconds, 2) for s in found.stages}
     return {**asdict(case), "passed": found.passed, "stage": stage.name if stage else "", "margin": margin,
-            "reason": found.reason[:160], "seconds": round(found.seconds, 2), "own": own}  # fmt: skip
+            "reason": found.reason[:160], "seconds": round(found.seconds, 2), "spent": spent, "own": own}  # fmt: skip
 
 
 # -- the document
