@@ -285,8 +285,9 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
     margin = stage.metrics.get("margin") if stage else None
     own = sum(s.metrics.get("own_seconds", 0.0) for s in found.stages)
     spent = {s.name: round(s.seconds, 2) for s in found.stages}
-    return {**asdict(case), "passed": found.passed, "stage": stage.name if stage else "", "margin": margin,
-            "reason": found.reason[:160], "seconds": round(found.seconds, 2), "spent": spent, "own": own}  # fmt: skip
+    told = {"stage": stage.name if stage else "", "margin": margin, "reason": found.reason[:160]}
+    times = {"seconds": round(found.seconds, 2), "spent": spent, "own": own}
+    return {**asdict(case), "passed": found.passed, **told, **times}
 
 
 # -- the document
