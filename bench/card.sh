@@ -89,6 +89,11 @@ if [ "${PROVE_S:-100}" -gt 0 ]; then
     "$PYTHON" -m library.cli ls --json > "$RESULTS/artifacts.json"
 fi
 
+# What is loaded must be proven: an artifact without a verdict is read strictly, which is another path.
+if [ "${PROVE_S:-100}" -eq 0 ] && [ $((${LOAD_S:-0} + ${RUNTIME_S:-150})) -gt 0 ]; then
+    (PROVE_S=60 ONLY=${LOADED:-rmsnorm_residual} && prove "${CARDS%% *}" 0 1)
+fi
+
 HARNESS="$PYTHON -m bench.harness --library $HOME_OF_RUN --unproven --out $RESULTS --cards $CARD_LIST"
 HARNESS="$HARNESS $(each --only "${ONLY:-}")$(each --skip "${SKIP:-}")"
 step "${LOAD_S:-0}" load $HARNESS load

@@ -21,6 +21,7 @@ import torch
 import runtime
 from bench.blocks import Block
 from bench.results import ROOT, figure
+from library.records import VALIDATED
 from library.store import Library
 from runtime import loader, system, timing
 from runtime.code import load_code
@@ -108,7 +109,8 @@ def measure(library: Library, name: str, block: Block, unproven: bool = False) -
     program = loaded.program
     sizes = block.sizes[0]
     dims = program.dims_of([leaf.dims(sizes) for leaf in block.leaves])
-    details: dict[str, Any] = {"artifact": name, "bytes": loaded._handle.entry.nbytes}
+    proven = library.record(name).state == VALIDATED  # an unproven one is read strictly: another path
+    details: dict[str, Any] = {"artifact": name, "bytes": loaded._handle.entry.nbytes, "proven": proven}
     found: dict[str, Any] = {}
     whole = _sampled(lambda: _fresh(library, name, program, dims, unproven), ROUNDS)
     details["uncached"] = whole.to_json()
