@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -74,6 +75,30 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(word), b.view(word))
 
 
+Pair = tuple[Tensor, Tensor]
+
+
+def all_same(pairs: Sequence[Pair]) -> bool:
+    """Whether `same_bits` holds for all; on a card one wait, whatever their number."""
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
+        return False
+    if all(a.is_cpu and b.is_cpu for a, b in pairs):
+        return all(same_bits(a, b) for a, b in pairs)
+    found = differing(pairs)
+    return found is None or not bool(found)
+
+
+def differing(pairs: Sequence[Pair]) -> Tensor | None:
+    """On the device, without waiting for it: one truth value, whether any bit of any pair differs. None where
+    there is nothing to compare. Shapes and types of a pair agree."""
+    flags = [_word(a).ne(_word(b)).any() for a, b in pairs if a.numel()]
+    return torch.stack(flags).any() if flags else None
+
+
+def _word(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(WORDS[tensor.itemsize])
+
+
 @dataclass
 class _Fence:
     name: str
@@ -84,10 +109,14 @@ class _Fence:
     before: Tensor
     after: Tensor
 
-    def breach(self) -> str:
+    def sides(self) -> tuple[Pair, Pair]:
+        """What lies before and behind: as it is and as it was."""
         low, high = self.whole[: self.lead], self.whole[self.lead + self.size :]
+        return (low, self.before), (high, self.after)
+
+    def breach(self) -> str:
         found = []
-        for side, now, then in (("before", low, self.before), ("after", high, self.after)):
+        for side, (now, then) in zip(("before", "after"), self.sides(), strict=True):
             wrong = torch.nonzero(now != then).flatten()
             if wrong.numel():
                 at = int(wrong[-1]) - self.lead if side == "before" else int(wrong[0])
@@ -113,6 +142,10 @@ class Zones:
         whole = drawn.clone()
         self._fences.append(_Fence(name, whole, zone, size, lead, before, after))
         return whole[lead : lead + size].view(dtype).reshape(shape)
+
+    def sides(self) -> list[Pair]:
+        """Of every fence what must be as it was, beside what it was."""
+        return [side for fence in self._fences for side in fence.sides()]
 
     def breaches(self) -> str:
         """What was written outside, as a phrase; empty when nothing was."""
@@ -144,6 +177,10 @@ class Pages:
         self.seed += 1
         poison(tensor, self.seed)
         return tensor
+
+    def sides(self) -> list[Pair]:
+        """Nothing: nobody can have written there."""
+        return []
 
     def breaches(self) -> str:
         """A breach is a signal here."""

@@ -14,7 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
-from gauntlet import edges, ranges
+from gauntlet import edges, hosted, ranges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -80,27 +80,36 @@ def _seed(recipe: Recipe, name: str, fixed: bool = False) -> int:
 
 
 def values(subject: Subject, recipe: Recipe) -> dict[str, Tensor]:
-    """A tensor per leaf, laid out as the recipe says; drawn on the CPU, so that every device gets the
-    same."""
+    """A tensor per leaf, laid out as the recipe says, where the artifact runs."""
+    return case(subject, recipe)[0]
+
+
+def case(subject: Subject, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A tensor per leaf, twice: as the artifact gets it, and as the reference takes it, dense and where that
+    is computed. Drawn on the CPU, so that every device gets the same."""
+    meant = _drawn(subject, recipe, hosted.device(subject, recipe.dims))
+    return {n: _laid_out(recipe, t.to(subject.device)) for n, t in meant.items()}, meant
+
+
+def _drawn(subject: Subject, recipe: Recipe, where: torch.device) -> dict[str, Tensor]:
     if subject.stored and not recipe.repeat > 1:
-        found = {name: subject.stored[name] for name, _, _ in subject.leaves}
-        return {n: _laid_out(recipe, t) for n, t in found.items()}
+        return {name: subject.stored[name].to(where) for name, _, _ in subject.leaves}
     limits = oracle.index_limits(subject.graph)
     leaves = subject.blueprint.leaves
-    drawn = {v.name: _leaf(subject, recipe, v, limits.get(v.name)) for v in leaves}
+    drawn = {v.name: _leaf(subject, recipe, v, limits.get(v.name), where) for v in leaves}
     if recipe.draw.startswith(edges.DRAW):
         drawn = edges.moved(subject, recipe.draw, drawn, _seed(recipe, edges.DRAW))
-    return {name: _laid_out(recipe, tensor) for name, tensor in drawn.items()}
+    return drawn
 
 
-def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
+def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch.device) -> Tensor:
     """Leaves whose size never changes (weights) are the same in all cases of one seed and draw, and kept."""
     if leaf.kind == "constant":
-        return constant_value(leaf).to(subject.device)
+        return constant_value(leaf).to(where)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
     recipe = replace(recipe, draw=ranges.of_leaf(recipe.draw, leaf.name))
     seed = _seed(recipe, leaf.name, fixed)
-    key = (leaf.name, recipe.draw, seed)
+    key = (leaf.name, recipe.draw, seed, where.type)
     if fixed and key in subject.kept:
         return subject.kept[key]
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +117,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any) -> Tensor:
     scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
     if leaf.type.dtype.is_floating and scale != 1.0:
         drawn = (drawn.double() * scale).to(drawn.dtype)
-    drawn = drawn.to(subject.device)
+    drawn = drawn.to(where)
     if fixed:
         if len(subject.kept) >= KEPT:
             subject.kept.clear()
@@ -202,15 +211,16 @@ def cotangent_kinds(subject: Subject) -> list[str]:
     return [*COTANGENTS, *absent]
 
 
-def cotangents(subject: Subject, recipe: Recipe) -> list[Tensor | None]:
-    """One per output; None for outputs that are not floating, or absent by the recipe."""
+def cotangents(subject: Subject, recipe: Recipe, where: torch.device | None = None) -> list[Tensor | None]:
+    """One per output, where the artifact runs or where asked for; None for outputs that are not floating, or
+    absent by the recipe."""
     out: list[Tensor | None] = []
     for name, _, kind in subject.results:
         stored = subject.stored.get(COTANGENT + name) if not recipe.repeat > 1 else None
         if not kind.dtype.is_floating or recipe.cotangent == f"none:{name}":
             out.append(None)
         else:
-            out.append(_cotangent(recipe, name, kind, stored, subject.device))
+            out.append(_cotangent(recipe, name, kind, stored, where or subject.device))
     return out
 
 

@@ -136,9 +136,13 @@ def _flowing(
     for name, kind, flow in zip(subject.graph.outputs, subject.results, cotangents, strict=True):
         if name in subject.joint.cotangents:
             shape = [d.value(subject.bound(values)) for d in kind[2].shape]
-            zeros = torch.zeros(shape, dtype=torch.float64, device=subject.device)
+            zeros = torch.zeros(shape, dtype=torch.float64, device=_where(values))
             given[subject.joint.cotangents[name]] = zeros if flow is None else flow
     return given
+
+
+def _where(values: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(values.values())).device
 
 
 def _gradients(

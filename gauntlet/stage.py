@@ -178,14 +178,14 @@ class Sweep:
 
     def run(self, context: Context) -> Outcome:
         count, worst, sizes = 0, dict[str, Any](), dict[str, set[int]]()
-        began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
-        recipes = list(self.recipes(context))
-        wanted = len(recipes)
-        for at, recipe in enumerate(recipes):
+        recipes, pace = list(self.recipes(context)), Pace(context.budget)
+        at = 0
+        while at < len(recipes):
+            recipe = recipes[at]
+            began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
             outcome = self.checked(context, recipe)
-            if at == FIRST:
-                own = time.process_time() - began - (context.candidate_cpu - before)
-                recipes[at + 1 :] = _thinned(recipes[at + 1 :], context.budget, own / (at + 1))
+            pace.took(time.process_time() - began - (context.candidate_cpu - before))
+            at = pace.next(at, len(recipes))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
             if isinstance(outcome, Passed):
@@ -195,7 +195,7 @@ class Sweep:
                     sizes = {name: sizes.get(name, set()) | {size} for name, size in recipe.dims.items()}
         if not count:
             return Skipped("no case applies")
-        left_out = {"cases_left_out": wanted - len(recipes)} if wanted > len(recipes) else {}
+        left_out = {"cases_left_out": len(recipes) - pace.done} if len(recipes) > pace.done else {}
         tested = {"sizes": {name: sorted(found) for name, found in sizes.items()}}
         return Passed({"cases": count, **left_out, **tested, **worst})
 
@@ -221,18 +221,34 @@ class Sweep:
         return found
 
 
-FIRST = 2
-"""Number of the case after which the cost of one is known."""
+class Pace:
+    """Which case comes next. Where all of them would cost more than is allowed, some are left out: evenly
+    spaced, so that every kind of case keeps some; the last one, the largest, always stays. What a case costs
+    is learnt as they are done; the first ones also load code, and say little.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget, self.costs, self.done = budget, list[float](), 0
+
+    def took(self, seconds: float) -> None:
+        """Of the case that was just done."""
+        self.costs.append(seconds)
+        self.done += 1
+
+    def next(self, at: int, count: int) -> int:
+        """The number of the case after case `at` of `count`; `count` after the last."""
+        left, learnt = count - 1 - at, self.costs[WARM:]
+        if not learnt:
+            return at + 1
+        each = sum(learnt) / len(learnt)
+        keep = int((self.budget - sum(learnt)) / max(each, 1e-9))
+        least = LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES
+        keep = max(keep, least - self.done, 1)
+        return at + 1 if left <= keep else at + -(-left // keep)
 
 
-def _thinned(recipes: list[Recipe], budget: float, each: float) -> list[Recipe]:
-    """Evenly spaced, so that every kind of case keeps some; the last one, the largest, always stays. `each`:
-    seconds of a case."""
-    keep = max(int(budget / max(each, 1e-9)), LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES)
-    if len(recipes) <= keep:
-        return recipes
-    step = (len(recipes) - 1) / (keep - 1)
-    return [recipes[round(i * step)] for i in range(keep)]
+WARM = 3
+"""Cases whose cost is not counted."""
 
 
 def _worst(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,7 @@ class Subject:
         self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
         self._elements: dict[tuple[Any, ...], int] = {}
+        self._work: dict[tuple[Any, ...], int] = {}
         self._wide: dict[int, tuple[Tensor, Tensor]] = {}
         self.artifact_id: str = container.manifest["artifact_id"]
 
@@ -207,6 +208,13 @@ class Subject:
             scores = (work.value(dims) // each // SCORES_SHARE for work, each in self._scores)
             self._elements[key] = max((*found, *scores), default=1)
         return self._elements[key]
+
+    def work(self, dims: Mapping[str, int]) -> int:
+        """Operations of a forward at these sizes."""
+        key = tuple(dims.items())
+        if key not in self._work:
+            self._work[key] = sum(flops(self.flat, node).value(dims) for node in self.flat)
+        return self._work[key]
 
     @cached_property
     def _scores(self) -> list[tuple[Dim, int]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from esper_ir import oracle
-from gauntlet import accuracy, edges, inputs, meaning, ranges
+from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.stages.numerics import odd_dims, sizes
 from gauntlet.subject import Subject
@@ -43,10 +43,13 @@ SLACK = 16.0
 
 @dataclass(frozen=True)
 class _Case:
-    """Leaves by name, a cotangent per output, and the gradients in float64 and of eager torch."""
+    """Leaves by name and a cotangent per output, as the artifact gets them and as the reference takes them,
+    and the gradients in float64 and of eager torch."""
 
     values: Mapping[str, Tensor]
     flowing: Sequence[Tensor | None]
+    meant: Mapping[str, Tensor]
+    meant_flow: Sequence[Tensor | None]
     exact: Mapping[str, Tensor]
     eager: Mapping[str, Tensor]
 
@@ -124,36 +127,37 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     if recipe.layout == DIRECTIONAL:
         return _directional(context, recipe)
     case = _case(subject, recipe)
-    values, flowing, exact, eager = case.values, case.flowing, case.exact, case.eager
+    exact, eager, meant, flowing = case.exact, case.eager, case.meant, case.meant_flow
     with context.launching():
-        found = subject.trained(values, flowing, recipe.wanted)
+        found = subject.trained(case.values, case.flowing, recipe.wanted)
+    found = hosted.named(found, hosted.device(subject, recipe.dims))
     rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
     for label, got, wanted, _ in rows:
         if got.shape != wanted.shape:
             return Failed(f"{label} has the shape {list(got.shape)} instead of {list(wanted.shape)}")
 
     def flat() -> dict[str, Tensor]:
-        found = meaning.gradients(subject, values, flowing, recipe.wanted, "float64", flat=True)
+        found = meaning.gradients(subject, meant, flowing, recipe.wanted, "float64", flat=True)
         return {f"d({name})": grad for name, grad in found.items()}
 
     def rules() -> dict[str, Tensor]:
-        return meaning.by_rules(subject, values, flowing)
+        return meaning.by_rules(subject, meant, flowing)
 
-    others = accuracy.Others(lambda turn: meaning.rounded(subject, values, flowing, turn), (flat, rules))
+    others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
     outcome = accuracy.all_of(subject, recipe, rows, others)
-    if isinstance(outcome, Failed) and not _means_one_thing(subject, values):
+    if isinstance(outcome, Failed) and not _means_one_thing(subject, case):
         return Skipped("ways to write the function differ in where it is inf or NaN")
     return outcome
 
 
-def _means_one_thing(subject: Subject, values: Mapping[str, Tensor]) -> bool:
+def _means_one_thing(subject: Subject, case: _Case) -> bool:
     """Whether the function itself is inf, NaN and finite at the same places however it is written: where it
     is not, a mask in a backward depends on how it was. Without an edge there is no mask."""
-    if not edges.any_of(subject) or all(bool(torch.isfinite(t).all()) for t in values.values()):
+    if not edges.any_of(subject) or all(bool(torch.isfinite(t).all()) for t in case.meant.values()):
         return True
-    exact = meaning.outputs(subject, values, "float64")
-    eager = meaning.outputs(subject, values, "declared")
-    flat = meaning.outputs(subject, values, "float64", flat=True)
+    exact = meaning.outputs(subject, case.meant, "float64")
+    eager = hosted.fetched(meaning.outputs(subject, case.values, "declared"), exact[0].device)
+    flat = meaning.outputs(subject, case.meant, "float64", flat=True)
     kinds = [
         [oracle.classes(w.to(e.dtype)) for w in (a, e, b)] for a, e, b in zip(exact, eager, flat, strict=True)
     ]
@@ -167,10 +171,12 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
     kept = _kept.setdefault(subject, {})
     if key in kept and kept[key].exact.keys() >= set(recipe.wanted):
         return kept[key]
-    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
-    exact = meaning.gradients(subject, values, flowing, recipe.wanted, "float64")
-    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
-    made = _Case(values, flowing, exact, eager)
+    values, meant = inputs.case(subject, recipe)
+    flowing, here = inputs.cotangents(subject, recipe), hosted.device(subject, recipe.dims)
+    meant_flow = flowing if here == subject.device else inputs.cotangents(subject, recipe, here)
+    exact = meaning.gradients(subject, meant, meant_flow, recipe.wanted, "float64")
+    eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
+    made = _Case(values, flowing, meant, meant_flow, exact, eager)
     if subject.elements(recipe.dims) <= KEPT_ELEMENTS and not subject.heavy:
         while len(kept) >= KEPT:
             kept.pop(next(iter(kept)))
@@ -180,14 +186,17 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
-    values = inputs.values(subject, recipe)
-    flowing = inputs.cotangents(subject, recipe)
-    along = {n: inputs.direction(recipe, n, values[n]) for n in recipe.wanted}
-    slopes = meaning.directional(subject, values, along, STEP)
-    wanted = sum(float((s * c.double()).sum()) for s, c in zip(slopes, flowing, strict=True) if c is not None)
+    values, meant = inputs.case(subject, recipe)
+    flowing, here = inputs.cotangents(subject, recipe), hosted.device(subject, recipe.dims)
+    meant_flow = inputs.cotangents(subject, recipe, here)
+    along = {n: inputs.direction(recipe, n, meant[n]) for n in recipe.wanted}
+    slopes = meaning.directional(subject, meant, along, STEP)
+    pairs = [(s, c) for s, c in zip(slopes, meant_flow, strict=True) if c is not None]
+    wanted = sum(float((s * c.double()).sum()) for s, c in pairs)
     with context.launching():
         found = subject.trained(values, flowing, recipe.wanted)
-    eager = meaning.gradients(subject, values, flowing, recipe.wanted, "declared")
+    found = hosted.named(found, here)
+    eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
     got, theirs = _dot(found, along), _dot(eager, along)
     scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in eager.items())
     unit = max(float(torch.finfo(g.dtype).eps) for g in eager.values())

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, edges, inputs, meaning, ranges
+from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -116,10 +116,12 @@ def _outside(subject: Subject) -> Iterator[dict[str, int]]:
 
 def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
-    values = inputs.values(subject, recipe)
+    values, meant = inputs.case(subject, recipe)
     if recipe.draw == OUTSIDE:
         return _refused(context, values)
-    exact, eager = meaning.outputs(subject, values, "float64"), meaning.outputs(subject, values, "declared")
+    here = hosted.device(subject, recipe.dims)
+    exact = meaning.outputs(subject, meant, "float64")
+    eager = meaning.outputs(subject, values, "declared")
     try:
         with context.launching():
             plain = subject.infer(values)
@@ -128,6 +130,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         if recipe.layout != "dense" and error.code in LAYOUT_REFUSALS:
             return Passed()
         raise
+    count = len(exact)
+    home = hosted.fetched([*eager, *plain, *trained], here)
+    eager, plain, trained = home[:count], home[count : 2 * count], home[2 * count :]
     rows = [
         (name + phase, got, wanted, theirs)
         for found, phase in ((plain, ""), (trained, " (training)"))
@@ -138,11 +143,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return {n + phase: t for phase in ("", " (training)") for n, t in found.items()}
 
     def flat() -> dict[str, Tensor]:
-        found = meaning.outputs(subject, values, "float64", flat=True)
+        found = meaning.outputs(subject, meant, "float64", flat=True)
         return named(dict(zip(subject.blueprint.outputs, found, strict=True)))
 
-    forms = (flat, lambda: named(meaning.by_bodies(subject, values)))
-    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, values, None, turn)), forms)
+    forms = (flat, lambda: named(meaning.by_bodies(subject, meant)))
+    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, meant, None, turn)), forms)
     return accuracy.all_of(subject, recipe, rows, others)
 
 

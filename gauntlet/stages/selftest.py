@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gauntlet import accuracy, arena, inputs, meaning
+from gauntlet import accuracy, arena, hosted, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 
 DEAR = 1 << 18
@@ -40,28 +40,30 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
     other = replace(recipe, seed=recipe.seed + 1)
-    values, others = inputs.values(subject, recipe), inputs.values(subject, other)
+    (values, meant), others = inputs.case(subject, recipe), inputs.values(subject, other)
     wanted = subject.launch.interface.differentiable
-    exact = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "float64"), strict=True))
+    here = hosted.device(subject, recipe.dims)
+    exact = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, meant, "float64"), strict=True))
     eager = dict(zip(subject.blueprint.outputs, meaning.outputs(subject, values, "declared"), strict=True))
     elsewhere = dict(
         zip(subject.blueprint.outputs, meaning.outputs(subject, others, "declared"), strict=True)
     )
     if recipe.cotangent:
         flowing, flowing_other = inputs.cotangents(subject, recipe), inputs.cotangents(subject, other)
-        for name, grad in meaning.gradients(subject, values, flowing, wanted, "float64").items():
+        meant_flow = inputs.cotangents(subject, recipe, here)
+        for name, grad in meaning.gradients(subject, meant, meant_flow, wanted, "float64").items():
             exact[f"d({name})"] = grad
         for name, grad in meaning.gradients(subject, values, flowing, wanted, "declared").items():
             eager[f"d({name})"] = grad
         for name, grad in meaning.gradients(subject, others, flowing_other, wanted, "declared").items():
             elsewhere[f"d({name})"] = grad
-    refused = 0
+    eager, elsewhere, refused = hosted.named(eager, here), hosted.named(elsewhere, here), 0
     for name in exact:
         right, plain, other = (_some(t[name]) for t in (exact, eager, elsewhere))
         if wrong := accuracy.one(subject, recipe, (name, plain, right, plain)):
             return Failed(f"the rule refuses eager's own {name}: {wrong}")
         share = max(FAR, CLEAR * accuracy.relative(plain, right))
-        for label, answer in _wrong_answers(recipe, plain, other, values):
+        for label, answer in _wrong_answers(recipe, plain, other, meant):
             if not _far(answer, right, share):
                 continue
             refused += 1

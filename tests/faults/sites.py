@@ -137,11 +137,21 @@ def stored(block: Block, kernel: str) -> set[int]:
     return {known[alias.get(n, n)] for n in named if alias.get(n, n) in known}
 
 
+def idle(text: str, name: str) -> bool:
+    """Whether a kernel only ever names it where it is made, or for what is idle itself: a mask that no load
+    and no store has, of a program that has one row."""
+    places = [line for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
+    made = [line for line in places if re.match(rf" +{name} = |def ", line)]
+    used = [m for line in places if line not in made for m in [re.match(r" +(\w+) = \(row < \w+\)", line)]]
+    return all(m is not None and idle(text, m[1]) for m in used)
+
+
 def added(block: Block, kernel: str, one: int, two: int) -> bool:
     """Whether values of two arguments are terms of one sum somewhere in the kernel."""
     text = block.texts[kernel]
     names = [
-        [s.name for s in sites(block, kernel) if s.what == "load" and s.argument == at] for at in (one, two)
+        [s.name.removeprefix("raw_") for s in sites(block, kernel) if s.what == "load" and s.argument == at]
+        for at in (one, two)
     ]
     pairs = [(a, b) for a in names[0] for b in names[1]]
     return any(re.search(rf"\b({a}\)* \+ \(*{b}|{b}\)* \+ \(*{a})\b", text) for a, b in pairs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import C_ARGUMENT, Site, of_role, only_subtracted, sites
+from tests.faults.sites import C_ARGUMENT, Site, idle, of_role, only_subtracted, sites
 
 LOOP = "#pragma omp parallel for"
 C_TAIL = re.compile(r"last = (first \+ (?!1 )\d+) < (\w+) \? \1 : \2;")
@@ -54,6 +54,8 @@ def _extents(block: Block) -> Iterator[Mutant]:
         for m in T_ROW_OK.finditer(text):
             if m[1] == "next_row" and BACKWARDS in text:
                 continue  # the last row was in the first block
+            if m[1] == "row" and idle(text, "row_ok"):
+                continue
             yield _instead(kind, kernel, text, m, f"row_ok = ({m[1]} < rows - 1)")
         for m in T_OK.finditer(text):
             yield _instead(kind, kernel, text, m, f"ok = at < ({m[1]} - 1)")

@@ -1,0 +1,69 @@
+"""A small case is thought over on the processor, a large one where the artifact runs; on no device does
+anything meet what lies on the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from gauntlet.stage import LEAST_CASES, WARM, Pace
+
+STAGES = ("numerics", "gradients", "selftest")
+
+
+def _judged(*cases: dict[str, Any]) -> list[dict[str, tuple[str, str]]]:
+    return _told(json.dumps(cases))
+
+
+def _told(asked: str) -> Any:
+    command = [sys.executable, "-m", "tests.gauntlet.elsewhere", asked]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("block", ["seed_norm", "seed_gated"])
+def test_what_is_right_passes_on_a_device_of_its_own(block: str) -> None:
+    case = {"path": f"examples/{block}.json", "wrong": 0.0, "quick": True}
+    small, large = _judged({**case, "small": True}, {**case, "small": False})
+    assert small == large == {stage: ["Passed", ""] for stage in STAGES}
+
+
+def test_what_is_wrong_there_is_refused() -> None:
+    (found,) = _judged({"path": "examples/seed_norm.json", "wrong": 0.03, "quick": True, "small": True})
+    assert found["numerics"][0] == found["gradients"][0] == "Failed", found
+    assert "RMSE" in found["numerics"][1]
+
+
+def test_bits_are_compared_where_they_lie() -> None:
+    assert _told("compared") == {
+        "alike": True, "one off": False, "another zero": False, "another shape": False,
+    }  # fmt: skip
+
+
+def _walked(costs: list[float], budget: float) -> list[int]:
+    pace, at, seen = Pace(budget), 0, list[int]()
+    while at < len(costs):
+        seen.append(at)
+        pace.took(costs[at])
+        at = pace.next(at, len(costs))
+    return seen
+
+
+def test_first_cases_that_load_code_leave_nothing_out() -> None:
+    assert _walked([3.0] * WARM + [0.01] * 300, 40.0) == list(range(300 + WARM))
+
+
+def test_dear_cases_are_spread_and_the_last_stays() -> None:
+    seen = _walked([0.5] * 400, 40.0)
+    steps = {b - a for a, b in zip(seen[WARM:-1], seen[WARM + 1 :], strict=False)}
+    assert seen[-1] == 399 and 60 <= len(seen) <= 90 and max(steps) <= 7, (len(seen), steps)
+
+
+def test_a_budget_that_is_spent_still_tries_a_few() -> None:
+    assert len(_walked([0.9] * 100, 1.0)) >= LEAST_CASES - 1
