@@ -84,7 +84,7 @@ def own_ways(blueprint: Any, target: str, tiles: int) -> list[tuple[ProductWay, 
     keys = [key for key, (tile, _) in made.items() if isinstance(tile, ProductWay)]
     out = []
     for key in keys[:1]:
-        ways = [w for w in space.neighbours(ProductWay(False)) if isinstance(w, ProductWay)]
+        ways = [w for w in space.neighbours(ProductWay(False), ("dual",)) if isinstance(w, ProductWay)]
         ways.sort(key=lambda w: (w.block_m > 0, not w.descriptors, -w.block_m * w.block_n))
         out += [(w, {"schema": JOURNAL, "choices": {key: tile_row(w)}}) for w in ways[:tiles]]
     return out

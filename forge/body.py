@@ -51,7 +51,9 @@ class BodyBuilder:
             if node.id in self.group.finishers:
                 continue
             if node is self.group.contraction:
-                self._contraction(node)
+                self._contraction(node, "acc")
+            elif node is self.group.second:
+                self._contraction(node, "acc2")
             elif lowering_kind(node) == "movement":
                 self._movement(node)
             elif lowering_kind(node) == "reduction":
@@ -76,9 +78,9 @@ class BodyBuilder:
 
     # Statements -----------------------------------------------------------------------------------
 
-    def _contraction(self, node: Node) -> None:
+    def _contraction(self, node: Node, sum_of: str) -> None:
         dtype = node.types[0].dtype
-        self.names[node.id] = self.add(lambda n: Compute(n, Arg(0), ("acc",), dtype))
+        self.names[node.id] = self.add(lambda n: Compute(n, Arg(0), (sum_of,), dtype))
 
     def _movement(self, node: Node) -> None:
         source = node.tensors[0]

@@ -132,7 +132,8 @@ def group_flops(graph: Graph, group: Group, sizes: Mapping[str, int]) -> int:
     node = group.contraction
     if node is None or lowering_kind(node) != "contraction":
         return 0
-    return (2 * node.types[0].numel * graph.types[node.tensors[0]].shape[-1]).value(sizes)
+    times = 4 if group.second is not None else 2
+    return (times * node.types[0].numel * graph.types[node.tensors[0]].shape[-1]).value(sizes)
 
 
 def templates() -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ placed in one iteration space, and no third group stands between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from esper_ir.diagnostics import Rejected
 from esper_ir.graph import Node
@@ -115,12 +115,12 @@ class Fuser:
             return None
         nodes = sorted([*first.nodes, *second.nodes], key=lambda n: self.position[n.id])
         spaces = [products[0].space] if products else list(dict.fromkeys((second.space, first.space)))
-        product = products[0] if products else None
+        cores = [g.contraction for g in products if g.contraction is not None]
         for space in spaces:
-            made = self._place(nodes, Group(space), product)
-            if made is None and product is None:
+            made = self._place(nodes, Group(space), cores)
+            if made is None and not cores:
                 wanted = self._wanted(nodes, space)
-                made = self._place(nodes, Group(space, wanted=wanted), None) if wanted else None
+                made = self._place(nodes, Group(space, wanted=wanted)) if wanted else None
             if made is not None:
                 return made
         self.hopeless[id(first), id(second)] = (first, second)
@@ -148,17 +148,27 @@ class Fuser:
                 wanted[operand] = aligned(place, shape)
         return wanted
 
-    def _place(self, nodes: list[Node], made: Group, product: Group | None) -> Group | None:
-        if product is not None and product.contraction is not None:
-            node = product.contraction
-            inside = {o for n in nodes for o in n.outputs}
+    def twins(self, groups: list[Group], a: Group, b: Group) -> Group | None:
+        """Two groups around a product each as one around both, where one reads what the other makes."""
+        edges, cores = self._edges(groups), [g.contraction for g in (a, b) if g.contraction is not None]
+        one, other = (next(i for i, g in enumerate(groups) if g is x) for x in (a, b))
+        related = other in edges[one] or one in edges[other]
+        if not related or a.space != b.space or self._between(edges, one, other):
+            return None
+        nodes = sorted([*a.nodes, *b.nodes], key=lambda n: self.position[n.id])
+        return self._place(nodes, Group(a.space), cores)
+
+    def _place(self, nodes: list[Node], made: Group, cores: Sequence[Node] = ()) -> Group | None:
+        """The nodes as one group around the products `cores`, two at most."""
+        inside = {o for n in nodes for o in n.outputs}
+        for node in cores:
             if any(v in inside or self.views[v].base in inside for v in node.tensors):
                 return None
-            made.contraction = node
             made.nodes.append(node)
             made.placements[node.id] = everywhere(made.space)
+        made.contraction, made.second = (*cores, None, None)[:2]
         for node in nodes:
-            if node is made.contraction:
+            if any(node is core for core in cores):
                 continue
             if lowering_kind(node) == "movement" and node.tensors[0] not in made.placements:
                 return None

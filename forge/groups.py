@@ -28,7 +28,8 @@ class Group:
     """A growing set of nodes. `contraction` is the product that a matmul group starts from; `scan` is the
     axis that its running values go along, and whether from the end; `wanted` says where values that no
     operand places should lie, because of who reads them; `chain`: two products that run as one kernel
-    (forge/templates/chain.py), whose nodes these are; `beside`: groups that begin in one launch.
+    (forge/templates/chain.py), whose nodes these are; `second`: a product of the same left operand that is
+    made beside `contraction` (forge/templates/dual.py); `beside`: groups that begin in one launch.
     """
 
     space: tuple[Dim, ...]
@@ -42,6 +43,7 @@ class Group:
     scan: tuple[int, bool] | None = None
     wanted: dict[str, Placement] = field(default_factory=dict)
     beside: tuple[Group, ...] = ()
+    second: Node | None = None
 
     @property
     def name(self) -> str:

@@ -107,7 +107,8 @@ class Phase:
         times = tile.unroll * tile.unroll_above if isinstance(tile, RowTile) else 1
         if not plain or launch.grid[2] != 1 or (plan.rows * plan.cols * times).value(self.sizes) > LITTLE:
             return False
-        depths = [p.matmul.k for p in (plan, plan.chain.head if plan.chain else plan) if p.matmul]
+        depths = [p.matmul.k * p.matmul.products
+                  for p in (plan, plan.chain.head if plan.chain else plan) if p.matmul]  # fmt: skip
         depths += [plan.chain.head.cols] if plan.chain else []
         flops = sum(2 * (plan.rows * plan.cols * k).value(self.sizes) for k in depths)
         return flops <= LITTLE_FLOPS
@@ -173,8 +174,9 @@ def _on_chip(plan: KernelPlan) -> int:
     """At most so many bytes of shared memory."""
     tile, size = plan.tile, max((a.dtype.itemsize for a in plan.operands), default=4)
     if isinstance(tile, MatmulTile):
+        rights = tile.block_n * (plan.matmul.products if plan.matmul else 1)
         return max(
-            size * tile.stages * tile.block_k * (tile.block_m + tile.block_n), 4 * tile.block_m * tile.block_n
+            size * tile.stages * tile.block_k * (tile.block_m + rights), 4 * tile.block_m * tile.block_n
         )
     if isinstance(tile, ChainTile) and plan.chain is not None:
         middle = max(next_pow2(plan.chain.head.cols.static or 1), 16)
@@ -191,7 +193,7 @@ def _row(done: Sequence[Done], slot: Slot) -> Done:
     if len(slot.steps) == 1:
         (row, step), group = slot.steps[0], groups[0]
         later = step is not done[row][1].steps[0]
-        return (replace(group, contraction=None, chain=None) if later else group,
+        return (replace(group, contraction=None, second=None, chain=None) if later else group,
                 replace(done[row][1], steps=(step,)))  # fmt: skip
     launches = [s for _, s in slot.steps if isinstance(s, Launch)]
     launches.sort(key=lambda s: not s.plan.product)  # the longest programs begin first

@@ -22,7 +22,7 @@ from forge.plan import Access, ChainTile, JoinedTile, KernelPlan, Load, MatmulTi
 from forge.recompute import recompute
 from forge.reuse import in_place
 from forge.target import Target
-from forge.templates import chain, extern, matmul, rows, scan, table, ways
+from forge.templates import chain, dual, extern, matmul, rows, scan, table, ways
 from forge.tune.journal import Choices
 from forge.views import ONE, View, dense_strides, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
@@ -313,10 +313,11 @@ def _chained(low: _Lowerer, graph: Graph, alone: frozenset[str]) -> Partition:
     pairs = {b: a for b, a in pairs.items() if a not in alone and b not in alone}
     while True:
         paired = frozenset(pairs) | frozenset(pairs.values())
-        asked = (alone, low.ways.own | paired, low.ways.library - paired)
+        asked = (alone, paired | low.ways.own, frozenset(low.ways.library - paired))
         made = recompute(partition(graph, low.target, *asked), low.target, low.sizes)
         parts = gathered(made)
         groups = chain.merged(parts.groups, pairs, parts.views)
+        groups = dual.merged(groups, low.ways.dual, parts.graph, parts.views)
         done = {g.chain[1].contraction.id for g in groups if g.chain and g.chain[1].contraction}
         if done >= pairs.keys():
             if low.target.kind != "cpu":

@@ -24,7 +24,7 @@ from runtime.calls import NONDETERMINISTIC
 TEMPLATES = {
     "rows": 5,
     "pointwise": 2,
-    "matmul": 2,
+    "matmul": 3,
     "chain": 1,
     "extern": 2,
     "scan": 1,

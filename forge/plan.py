@@ -19,7 +19,8 @@ Program structure by schedule:
     ScanTile    `space` = (outer axes ..., time, columns): programs walk time in order, or against it, and
                 carry the state of every `Scan` from block to block. Scans of one kernel have one direction.
     MatmulTile  acc[m, n] = sum over k of a[m, k] * b[k, n] in float32; the body runs on the tile:
-                space = (m, n). `descriptors`: operands come through tensor descriptors.
+                space = (m, n). `descriptors`: operands come through tensor descriptors. With a second right
+                operand acc2[m, n] is made in the same loop; `block_n` columns are of each.
     ChainTile   two products in a row, the value between them on chip: a program owns `block_m` rows, makes
                 acc[m, r] = a b and the body of `chain.head` on it, then acc[m, n] = link b for blocks of
                 columns n, with the plan's own body on each: space = (m, n).
@@ -32,7 +33,7 @@ program order, and nothing that changes the split depends on the machine.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
@@ -176,7 +177,8 @@ class GatherTile:
 @dataclass(frozen=True)
 class ProductWay:
     """How a product is done: by a library call, or as a kernel of ours (`own`) with the tile that the other
-    fields say, the template's own where they are zero.
+    fields say, the template's own where they are zero. `dual`: in one kernel with the product that it shares
+    its left operand with (forge/templates/dual.py).
     """
 
     own: bool
@@ -188,6 +190,7 @@ class ProductWay:
     group_m: int = 0
     split_k: int = 0
     descriptors: bool = False
+    dual: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,13 +222,23 @@ class MatmulSpec:
     """Operands of a MatmulTile kernel: accesses of a over (m, k) and b over (k, n); prologues are expressions
     of the loaded element (identity when None); `k` is the contracted size. With `split_k` parts of ceil(k /
     parts) rounded to block_k, part p writes float32 to row p of a [parts, m, n] workspace and the body is
-    left to a SumTile kernel.
+    left to a SumTile kernel. `second`: another right operand with the steps of b, for `acc2`; never split.
+    It is no part of the text that keys of choices are made from: the body names `acc2`.
     """
 
     a: Access
     b: Access
     k: Dim
     precision: str = "ieee"
+    second: Access | None = field(default=None, repr=False)
+
+    @property
+    def operands(self) -> tuple[Access, ...]:
+        return (self.a, self.b, *([self.second] if self.second else ()))
+
+    @property
+    def products(self) -> int:
+        return len(self.operands) - 1
 
 
 @dataclass(frozen=True)
@@ -260,13 +273,19 @@ class KernelPlan:
     @property
     def operands(self) -> tuple[Access, ...]:
         """What the products read, and all accesses of the head of a chain."""
-        own = (self.matmul.a, self.matmul.b) if self.matmul else ()
+        own = self.matmul.operands if self.matmul else ()
         head = (*self.chain.head.operands, *self.chain.head.accesses, self.chain.b) if self.chain else ()
         return (*head, *own)
 
     @property
     def product(self) -> bool:
         return self.matmul is not None or self.chain is not None
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Names under which the body reads what the products make."""
+        both = self.matmul is not None and self.matmul.second is not None
+        return ("acc", "acc2") if both else ("acc",) if self.product else ()
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -292,7 +311,7 @@ class KernelPlan:
 
     def axes(self) -> dict[str, str]:
         """Axes each body value depends on: "rc", "r", "c" or ""."""
-        out: dict[str, str] = {"acc": "rc"} if self.product else {}
+        out = dict.fromkeys(self.sums, "rc")
         for stmt in self.body:
             if isinstance(stmt, Load):
                 joined = set(self.accesses[stmt.access].letters() + out.get(stmt.row, ""))
@@ -317,7 +336,7 @@ class KernelPlan:
 
     def dtypes(self) -> dict[str, DType]:
         """dtype of each body value."""
-        out: dict[str, DType] = {"acc": DType.float32} if self.product else {}
+        out = dict.fromkeys(self.sums, DType.float32)
         for stmt in self.body:
             if isinstance(stmt, Load):
                 out[stmt.name] = self.accesses[stmt.access].dtype
@@ -334,7 +353,8 @@ class KernelPlan:
         lines = [f"kernel {self.name} over [{space}] sizes({', '.join(self.sizes)}) {self.tile}"]
         if self.matmul:
             m = self.matmul
-            lines.append(f"  acc = matmul({_access(m.a)}, {_access(m.b)}) over k={m.k} {m.precision}")
+            lines += [f"  {to} = matmul({_access(m.a)}, {_access(b)}) over k={m.k} {m.precision}"
+                      for to, b in zip(self.sums, m.operands[1:], strict=True)]  # fmt: skip
         if self.chain:
             c = self.chain
             lines += [f"  {line}" for line in str(c.head).splitlines()]
@@ -398,7 +418,7 @@ def phases(plan: KernelPlan) -> tuple[tuple[Stmt, ...], tuple[Phase, ...]]:
     values and col reductions happen in the last sweep; stores of row values as soon as they are known.
     """
     axes = plan.axes()
-    level: dict[str, int] = {"acc": 0} if plan.matmul else {}
+    level: dict[str, int] = dict.fromkeys(plan.sums, 0)
     for stmt in plan.body:
         if isinstance(stmt, Load):
             level[stmt.name] = level.get(stmt.row, 0)

@@ -155,7 +155,8 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
     w.line(f"col = (tile_n * {tile.block_n} + tl.arange(0, {tile.block_n})){wide}[None, :]")
     w.line(f"row_ok = row < {m}")
     w.line(f"col_ok = col < {n}")
-    w.line(f"acc = tl.zeros([{tile.block_m}, {tile.block_n}], tl.float32)")
+    for name in k.plan.sums:
+        w.line(f"{name} = tl.zeros([{tile.block_m}, {tile.block_n}], tl.float32)")
     if tile.descriptors:
         _described(k, tile, m, n, depth)
     start, stop = "0", depth
@@ -170,8 +171,10 @@ def _matmul(k: Kernel, tile: MatmulTile) -> None:
             w.line(f"ka = (k0 + tl.arange(0, {tile.block_k})){wide}[None, :]")
             w.line(f"kb = (k0 + tl.arange(0, {tile.block_k})){wide}[:, None]")
             w.line(f"a = {dot_operand(k, spec.a, ['row', 'ka'], f'row_ok & (ka < {stop})')}")
-            w.line(f"b = {dot_operand(k, spec.b, ['kb', 'col'], f'(kb < {stop}) & col_ok')}")
-        w.line(f'acc = tl.dot(a, b, acc, input_precision="{spec.precision}")')
+            for name, access in zip(("b", "b2"), spec.operands[1:], strict=False):
+                w.line(f"{name} = {dot_operand(k, access, ['kb', 'col'], f'(kb < {stop}) & col_ok')}")
+        for name, right in zip(k.plan.sums, ("b", "b2"), strict=False):
+            w.line(f'{name} = tl.dot(a, {right}, {name}, input_precision="{spec.precision}")')
     masks = {"r": "row_ok", "c": "col_ok"}
     if tile.split_k > 1:
         access = next(a for a in k.plan.accesses if a.partial)

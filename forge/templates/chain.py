@@ -89,7 +89,7 @@ def merged(groups: list[Group], pairs: Mapping[str, str], views: Mapping[str, Vi
     """Groups of both products made one wherever the second reads nothing else of the first."""
     for second, first in pairs.items():
         head, tail = (
-            next((i for i, g in enumerate(groups) if _starts(g, name)), -1) for name in (first, second)
+            next((i for i, g in enumerate(groups) if starts(g, name)), -1) for name in (first, second)
         )
         if min(head, tail) < 0 or not _chains(groups, head, tail, views):
             continue
@@ -99,8 +99,11 @@ def merged(groups: list[Group], pairs: Mapping[str, str], views: Mapping[str, Vi
     return groups
 
 
-def _starts(group: Group, name: str) -> bool:
-    return group.contraction is not None and group.contraction.id == name and group.chain is None
+def starts(group: Group, name: str) -> bool:
+    """Whether a group is built around this product alone."""
+    return (
+        group.contraction is not None and group.contraction.id == name and not (group.chain or group.second)
+    )
 
 
 def _chains(groups: list[Group], a: int, b: int, views: Mapping[str, View]) -> bool:

@@ -45,22 +45,34 @@ def lower(given: RowsInput, views: dict[str, View]) -> Lowered:
     depth = a.shape[-1]
     m, n = space
     kinds = [given.graph.types[v.base].dtype for v in (a, b)]
+    second, name = given.group.second, node.id
     spec = MatmulSpec(
-        Access(a.base, kinds[0], left(a), offset=a.offset),
-        Access(b.base, kinds[1], (b.strides[-2], b.strides[-1]), offset=b.offset), depth, precision(node),
-    )  # fmt: skip
+        Access(a.base, kinds[0], left(a), offset=a.offset), _right(b, kinds[1]), depth, precision(node)
+    )
+    if second is not None:
+        name = both(node.id, second.id)
+        spec = replace(spec, second=_right(views[second.tensors[1]], kinds[1]))
     counts = (m.value(given.sizes), n.value(given.sizes), depth.value(given.sizes))
-    prior = _tile(*counts, kinds[0].itemsize, _independent(node, given.graph))
-    tile = given.choose(space, accesses, prior, spec, node.id)
+    prior = prior_of(*counts, kinds[0].itemsize, independent(node, given.graph), second is not None)
+    tile = given.choose(space, accesses, prior, spec, name)
     if tile.descriptors and not describable(given.target, spec):
         tile = replace(tile, descriptors=False)
     tiles = ceildiv(m, tile.block_m) * ceildiv(n, tile.block_n)
-    if tile.split_k < _least_split(space, accesses):
+    if second is not None or tile.split_k < _least_split(space, accesses):
         tile = replace(tile, split_k=1)
         plan = _plan(given, space, accesses, given.body.stmts, tile, spec)
         step, temps = _launch(plan, tiles, node.id)
-        return Lowered("matmul", (step,), temps)
+        return Lowered("matmul" if second is None else "matmul dual", (step,), temps)
     return _split(given, space, accesses, tile, spec, tiles)
+
+
+def both(first: str, second: str) -> str:
+    """Name of two products that are one kernel, among the tiles that came with a product's way."""
+    return f"{first}+{second}"
+
+
+def _right(b: View, kind: DType) -> Access:
+    return Access(b.base, kind, (b.strides[-2], b.strides[-1]), offset=b.offset)
 
 
 def two_axes(given: RowsInput, a: View) -> tuple[tuple[Dim, Dim], list[Access]]:
@@ -98,7 +110,7 @@ def _plan(
     given: RowsInput, space: tuple[Dim, Dim], accesses: list[Access], stmts: list[Stmt], tile: MatmulTile,
     spec: MatmulSpec,
 ) -> KernelPlan:  # fmt: skip
-    walked = (*accesses, spec.a, spec.b)
+    walked = (*accesses, *spec.operands)
     used = symbols(*space, spec.k, *(s for x in walked for s in x.dims))
     return KernelPlan(
         given.name, space, tuple(accesses), tuple(stmts), tile, used, spec, wide=far(given, space, spec.k)
@@ -119,7 +131,8 @@ def _launch(plan: KernelPlan, tiles: Dim, node: str) -> tuple[Launch, dict[str, 
 def describable(target: Target, spec: MatmulSpec) -> bool:
     """Whether tensor descriptors can name the operands: dense rows of 16-bit values at steps of 16 bytes that
     are known when the kernel is built."""
-    return target.kind == "cuda" and target.capability >= 90 and all(map(_dense, (spec.a, spec.b)))
+    single = target.kind == "cuda" and target.capability >= 90 and spec.second is None
+    return single and all(map(_dense, spec.operands))
 
 
 def _dense(access: Access) -> bool:
@@ -136,7 +149,7 @@ def far(given: RowsInput, space: tuple[Dim, Dim], depth: Dim, split: int = 1) ->
     return any(h is None or h + 2**20 >= 2**31 for h in highs)
 
 
-def _independent(node: Node, graph: Graph) -> int:
+def independent(node: Node, graph: Graph) -> int:
     """Other products that neither make its operands nor read its result: they may run beside it."""
     before, behind = set(node.tensors), set(node.outputs)
     for other in reversed(list(graph)):
@@ -147,6 +160,23 @@ def _independent(node: Node, graph: Graph) -> int:
             behind |= set(other.outputs)
     products = [n for n in graph if lowering_kind(n) == "contraction"]
     return sum(not (before | behind) & set(n.outputs) for n in products)
+
+
+def prior_of(m: int, n: int, k: int, itemsize: int, beside: int, two: bool = False) -> MatmulTile:
+    """The tile where nothing was measured. For `two` products of one left operand that of either where such
+    tiles fill a card; else half of that of one product with the columns of both, which has as many programs.
+    Both accumulators and an epilogue fit the registers. `split_k` is over 1 where the two are better done
+    apart, each in parts.
+    """
+    if not two:
+        return _tile(m, n, k, itemsize, beside)
+    each = _tile(m, n, k, itemsize, beside - 1)
+    if each.split_k > 1 or -(-m // each.block_m) * -(-n // each.block_n) < FILL:
+        each = _tile(m, 2 * n, k, itemsize, beside - 1)
+        return replace(each, block_n=max(each.block_n // 2, 16))
+    wide = each.block_m * each.block_n >= 64 * 128
+    narrow = min(each.block_n, max(64 * 128 // each.block_m, 16))
+    return replace(each, block_n=narrow, warps=8 if wide else each.warps)
 
 
 def _tile(m: int, n: int, k: int, itemsize: int, beside: int) -> MatmulTile:

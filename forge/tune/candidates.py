@@ -108,11 +108,13 @@ def _specialised(plan: Plan, sizes: Mapping[str, int]) -> tuple[Plan, set[str]]:
 
 
 def idle(site: Site, given: Mapping[str, Tile]) -> tuple[str, ...]:
-    """Fields of a tile of rows that mean nothing for the group on its target, or have one value for it: rows
-    that are reduced and added down their columns are held whole.
+    """Fields of a tile that mean nothing for the group on its target, or have one value for it: rows that are
+    reduced and added down their columns are held whole, two products of one kernel are not split.
     """
     found = _plan(site, given)
     plans = () if isinstance(found, str) else tuple(s.plan for s in found[0])
+    if any(p.matmul and p.matmul.second for p in plans):
+        return ("split_k", "descriptors")
     turns = site.low.target.async_copies and not any(apart(p) or in_line(p) for p in plans)
     copies = () if turns else ("stages",)
     if site.low.target.kind != "cpu" and any(all(reduces(p.body)) for p in plans):

@@ -13,61 +13,82 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forge.groups import Group
 from forge.lower import Kernels, Site, together
 from forge.lowered import Call, Launch, Lowered
 from forge.plan import ProductWay, Tile
-from forge.templates.ways import tile_of_way
+from forge.templates.ways import name_of, tile_of_way
 from forge.tune.journal import Choices
 from forge.tune.trials import Hunt
 from library.launch import Plan, evaluate
 
 BYTES_PER_US, FLOPS_PER_US = 3.0e6, 7.0e8
 """About an H100's copy and product: a floor, to share the trials."""
+Side = tuple[bool, bool]
+Made = Sequence[tuple[Site, Lowered]]
+OWN, LIBRARY, DUAL = (True, False), (False, False), (True, True)
 
 
 @dataclass(frozen=True)
 class WaySite:
-    """A product that can be done in two ways: `sides` are the groups of each way that the other has not."""
+    """A product that can be done in several ways: `sides` are the groups of each that not all others have, by
+    whether it is a kernel of ours and whether that is one with the product `partner`.
+    """
 
     key: str
     node: str
     given: Mapping[str, Tile]
-    sides: Mapping[bool, tuple[Site, ...]]
+    sides: Mapping[Side, tuple[Site, ...]]
+    partner: str = ""
     values: tuple[str, ...] = field(default=())
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return self.sides[True][0].low.sizes
+        return self.sides[OWN][0].low.sizes
 
     def plan(self, choices: Choices) -> tuple[Plan, Kernels]:
         """The groups of the way that is given, and their kernels."""
         way = choices.given[self.key]
         assert isinstance(way, ProductWay)
         tile = tile_of_way(way)
-        used = Choices(dict(choices.given), products={self.node: tile} if tile else {})
-        return together(self.sides[way.own], used)
+        name = name_of(way, self.node, self.partner)
+        used = Choices(dict(choices.given), products={name: tile} if tile else {})
+        return together(self.sides.get((way.own, way.dual), self.sides[way.own, False]), used)
 
 
 def way_sites(kernels: Kernels, keys: Collection[str] | None = None) -> dict[str, WaySite]:
-    """Every product of a finished plan that can be done in two ways; `keys`: only these. One for which both
-    ways are the same groups (its chain stands in any case) is left out.
+    """Every product of a finished plan that can be done in several ways; `keys`: only these. One for which
+    two ways are the same groups (its chain stands in any case) is left out.
     """
     out: dict[str, WaySite] = {}
     for key, (draft, node) in sorted(kernels.drafts.items()):
         if keys is not None and key not in keys:
             continue
         given = kernels.choices.given
-        both = {own: draft.groups(Choices({**given, key: ProductWay(own)})) for own in (True, False)}
-        sides = {own: _only(both[own], both[not own]) for own in (True, False)}
+        made = {side: draft.groups(Choices({**given, key: _way(side)})) for side in (OWN, LIBRARY)}
+        partner = ""
+        if node in made[OWN][0][0].low.ways.pairs.values():
+            both = draft.groups(Choices({**given, key: _way(DUAL)}))
+            partner = next((g.second.id for g in _groups(both) if g.second and g.name == node), "")
+            made |= {DUAL: both} if partner else {}
+        sides = {side: _only(made[side], [o for s, o in made.items() if s != side]) for side in made}
         if all(sides.values()):
-            bare = WaySite(key, node, given, sides)
+            bare = WaySite(key, node, given, sides, partner)
             out[key] = replace(bare, values=_shared(bare))
     return out
 
 
-def _only(mine: Sequence[tuple[Site, Lowered]], other: Sequence[tuple[Site, Lowered]]) -> tuple[Site, ...]:
-    """Groups of the first plan that the second has not; the order of rows does not count."""
-    known = {_signature(lowered) for _, lowered in other}
+def _way(side: Side) -> ProductWay:
+    return ProductWay(side[0], dual=side[1])
+
+
+def _groups(made: Made) -> list[Group]:
+    return [site.group for site, _ in made]
+
+
+def _only(mine: Made, others: Sequence[Made]) -> tuple[Site, ...]:
+    """Groups of the first plan that not every other has; the order of rows does not count."""
+    known = set.intersection(*({_signature(lowered) for _, lowered in other} for other in others))
     return tuple(site for site, lowered in mine if _signature(lowered) not in known)
 
 
@@ -85,12 +106,12 @@ def _step(step: Launch | Call) -> str:
 
 
 def _shared(site: WaySite) -> tuple[str, ...]:
-    """Names of the values that both ways keep in memory."""
+    """Names of the values that all ways keep in memory."""
     names = [
-        {b.name for b in site.plan(Choices({**site.given, site.key: ProductWay(own)}))[0].buffers}
-        for own in (True, False)
+        {b.name for b in site.plan(Choices({**site.given, site.key: _way(side)}))[0].buffers}
+        for side in site.sides
     ]
-    return tuple(sorted(names[0] & names[1]))
+    return tuple(sorted(set.intersection(*names)))
 
 
 def way_hunts(sites: Mapping[str, WaySite], choices: Choices) -> list[Hunt]:
@@ -99,14 +120,15 @@ def way_hunts(sites: Mapping[str, WaySite], choices: Choices) -> list[Hunt]:
     for key, site in sites.items():
         prior, origin = choices.made[key]
         shape = choices.shapes.get(key)
-        group = f"{site.node} {site.sides[True][0].low.phase.name}"
-        out.append(Hunt(key, group, prior, _floor_us(site), shape=shape, origin=origin))
+        group = f"{site.node} {site.sides[OWN][0].low.phase.name}"
+        idle = () if site.partner else ("dual",)
+        out.append(Hunt(key, group, prior, _floor_us(site), shape=shape, origin=origin, idle=idle))
     return out
 
 
 def _floor_us(site: WaySite) -> float:
     """Least time of the values that both ways read or write and of the product itself."""
-    graph, sizes = site.sides[True][0].low.graph, site.sizes
+    graph, sizes = site.sides[OWN][0].low.graph, site.sizes
     plan, _ = site.plan(Choices({**site.given, site.key: ProductWay(True)}))
     used = {a.value for s in plan.steps for a in getattr(s, "args", ()) if a.kind == "buffer"}
     moved = 0

@@ -39,7 +39,7 @@ def shape_of(
         # How the tensor cores are fed decides; the epilogue counts by how many tensors it moves.
         sides = [(a.dtype.value, a.strides[-1] == ONE) for a in (more.a, more.b)]
         full = sum(a.buffer != INDEX and len(a.axes) > 1 for a in accesses)
-        family = ("product", sides, more.precision, full)
+        family = ("product", sides, more.precision, full, *(["dual"] if more.second else []))
         extents = (*extents, more.k.value(sizes))
     elif isinstance(more, tuple):
         spec, between, head, second = more

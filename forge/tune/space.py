@@ -55,6 +55,9 @@ DESCRIBED = (
     (128, 128, 64, 8, 3),
 )  # fmt: skip
 """The same, of those whose operands come through descriptors."""
+DUALS = ((128, 128, 64, 8, 3), (128, 64, 64, 8, 4), (128, 64, 64, 4, 3), (64, 128, 64, 4, 3),
+         (64, 64, 64, 4, 3), (64, 32, 64, 4, 4))  # fmt: skip
+"""The same of two products that are one kernel; columns are those of each."""
 
 
 def tunable(tile: Tile) -> bool:
@@ -66,7 +69,7 @@ def neighbours(tile: Tile, idle: Collection[str] = ()) -> Iterator[Tile]:
     the work.
     """
     if isinstance(tile, ProductWay):
-        yield from _ways(tile)
+        yield from (w for w in _ways(tile) if not (w.dual and "dual" in idle))
         return
     space = SPACES[type(tile)]
     if isinstance(tile, RowTile) and "stages" not in idle:
@@ -92,19 +95,23 @@ def _in_turn(tile: RowTile) -> Iterator[RowTile]:
 
 def _ways(way: ProductWay) -> Iterator[ProductWay]:
     """From a library call and from the template's own tile the other of the two and tiles to begin with; from
-    a tile its neighbours, and the template's own.
+    a tile its neighbours, and the template's own. What is one kernel with another product is among the first.
     """
     if not way.block_m:
-        yield ProductWay(not way.own)
+        yield from (w for w in (ProductWay(False), ProductWay(True), ProductWay(True, dual=True)) if w != way)
+        for m, n, k, warps, stages in DUALS:
+            yield ProductWay(True, m, n, k, warps, stages, 8, 1, dual=True)
         for m, n, k, warps, stages in PRODUCTS:
             yield ProductWay(True, m, n, k, warps, stages, 8, 1)
         for m, n, k, warps, stages in DESCRIBED:
             yield ProductWay(True, m, n, k, warps, stages, 8, 1, True)
         return
-    yield ProductWay(True)
+    yield ProductWay(True, dual=way.dual)
     for tile in neighbours(_product(way)):
         assert isinstance(tile, MatmulTile)
-        yield ProductWay(True, **asdict(tile))
+        made = ProductWay(True, **asdict(tile), dual=way.dual)
+        if fits(made):
+            yield made
 
 
 def _product(way: ProductWay) -> MatmulTile:
@@ -126,7 +133,11 @@ def _with(tile: Tile, name: str, value: int) -> Any:
 def fits(tile: Tile) -> bool:
     """Whether a program could hold the tile, and has work for its warps."""
     if isinstance(tile, ProductWay):
-        return not tile.block_m or (tile.own and fits(_product(tile)))
+        if not tile.block_m or not tile.own:
+            return not tile.block_m and (tile.own or not tile.dual)
+        apart = tile.split_k > 1 or tile.descriptors
+        wide = replace(_product(tile), block_n=tile.block_n * (2 if tile.dual else 1))
+        return not (tile.dual and apart) and fits(wide)
     if isinstance(tile, RowTile):
         count = tile.block_rows * tile.block_cols
         whole = tile.programs or tile.rows_per_program % tile.block_rows == 0
@@ -158,7 +169,7 @@ def distance(a: Tile, b: Tile) -> int:
     if isinstance(a, ProductWay) and isinstance(b, ProductWay):
         if not a.block_m or not b.block_m:
             return int(a != b)
-        a, b = _product(a), _product(b)
+        return int(a.dual != b.dual) + distance(_product(a), _product(b))
     total, space = 0, dict(SPACES[type(a)])
     if isinstance(a, RowTile) and isinstance(b, RowTile) and bool(a.programs) != bool(b.programs):
         # Rows in turn instead of a block a program are one step.

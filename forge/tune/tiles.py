@@ -24,6 +24,10 @@ from forge.rowtile import LATER_OF_ROWS
 TILES = (RowTile, PointTile, SumTile, MatmulTile, ChainTile, ScanTile, PlaceTile, GatherTile, ProductWay)
 LATER = frozenset({"descriptors"})
 """Fields that tiles of older journals and tables have not: off."""
+LATER_OF: Mapping[type[Any], Mapping[str, int | bool]] = {
+    RowTile: LATER_OF_ROWS, ProductWay: {"dual": False},
+}  # fmt: skip
+"""Fields that came later still, by kind of tile: not written where they say nothing."""
 KINDS: dict[str, type[Any]] = {t.__name__: t for t in TILES}
 
 
@@ -33,7 +37,7 @@ def tile_row(tile: Tile) -> dict[str, Any]:
 
 
 def values_of(tile: Tile) -> dict[str, Any]:
-    later = LATER_OF_ROWS if isinstance(tile, RowTile) else {}
+    later = LATER_OF.get(type(tile), {})
     return {name: value for name, value in asdict(tile).items() if name not in later or value != later[name]}
 
 
@@ -52,7 +56,7 @@ def tile_of(key: str, row: object) -> Any:
 def _complete(values: Mapping[str, Any], kind: type[Any]) -> bool:
     """All fields and no others; `LATER` ones may be missing."""
     names = {f.name for f in fields(kind)}
-    later = LATER | (LATER_OF_ROWS.keys() if kind is RowTile else set[str]())
+    later = LATER | LATER_OF.get(kind, {}).keys()
     return names - later <= values.keys() <= names
 
 

@@ -31,7 +31,7 @@ from forge.emit.triton import emit
 from forge.lower import Kernels
 from forge.pass_manager import run
 from forge.pipelines import FAST
-from forge.plan import ProductWay
+from forge.plan import JoinedTile, KernelPlan, ProductWay
 from forge.service import front
 from forge.tune.journal import Choices
 from forge.work import Work
@@ -108,7 +108,14 @@ def compare(work: Work, dims: Sizes, variant: str) -> dict[str, Any]:
         for name, value in found.items()
     }
     described = sum(getattr(k.plan.tile, "descriptors", False) for k in work.kernels.by_key.values())
-    return {"results": rows, "programs": machine.programs, "described": described}
+    dual = sum(p.matmul is not None and p.matmul.second is not None for p in _kernels(work))
+    return {"results": rows, "programs": machine.programs, "described": described, "dual": dual}
+
+
+def _kernels(work: Work) -> list[KernelPlan]:
+    """All kernels, those beside each other one by one."""
+    plans = [k.plan for k in work.kernels.by_key.values()]
+    return [part for p in plans for part in (p.tile.parts if isinstance(p.tile, JoinedTile) else (p,))]
 
 
 def small(path: Path, sizes: Mapping[str, int]) -> Blueprint:

@@ -249,18 +249,19 @@ class _Run:
         tile, spec = self.plan.tile, self.plan.matmul
         assert isinstance(tile, MatmulTile) and spec is not None
         m, n, k = *self.space, spec.k.value(self.sizes)
-        a, b = self.matrix(spec.a, (m, k)), self.matrix(spec.b, (k, n))
+        a, *rights = (self.matrix(spec.a, (m, k)), *(self.matrix(b, (k, n)) for b in spec.operands[1:]))
         steps = -(-k // tile.block_k)
         chunk = -(-steps // tile.split_k) * tile.block_k
         starts = range(0, tile.split_k * chunk, chunk) if tile.split_k > 1 else (0,)
         for part, start in enumerate(starts):
             stop = min(start + chunk, k) if tile.split_k > 1 else k
-            acc = a[:, start:stop] @ b[start:stop] if start < stop else torch.zeros(m, n, dtype=a.dtype)
+            made = [a[:, start:stop] @ b[start:stop] if start < stop else torch.zeros(m, n, dtype=a.dtype)
+                    for b in rights]  # fmt: skip
             if tile.split_k > 1:
                 partial = next(x for x in self.plan.accesses if x.partial)
-                self.buffers[partial.buffer].view(-1)[part * m * n : (part + 1) * m * n] = acc.reshape(-1)
+                self.buffers[partial.buffer].view(-1)[part * m * n : (part + 1) * m * n] = made[0].reshape(-1)
                 continue
-            values = {"acc": acc}
+            values = dict(zip(self.plan.sums, made, strict=True))
             for stmt in self.plan.body:
                 self.step(stmt, values, torch.arange(m)[:, None], torch.arange(n)[None, :], 0)
 

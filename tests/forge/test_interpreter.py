@@ -112,6 +112,38 @@ DESCRIBED = {
     for parts in (1, 2)
 }  # fmt: skip
 CASES |= DESCRIBED
+
+
+def gated(kind: str, act: str, also: bool = False, twice: bool = False) -> dict[str, Any]:
+    """act(x a + c) * (x b + d), whose products are no whole tiles; `also`: somebody else reads one of them,
+    `twice`: another such work beside it."""
+    made = block(["n", 41])
+    names = (("x", ""), ("z", "_2")) if twice else (("x", ""),)
+    for x, end in names:
+        made["inputs"][x] = {"dtype": kind, "shape": ["n", 41]}
+        for name, shape in {"a": [41, 27], "b": [41, 27], "c": [27], "d": [27]}.items():
+            leaf = {"dtype": kind, "shape": shape, "init": {"kind": "ones"}}
+            made["params"][name + end] = leaf
+        rows = [("g", "matmul", x, "a"), ("u", "matmul", x, "b"), ("gc", "add", "g", "c"),
+                ("ud", "add", "u", "d"), ("s", act, "gc"), ("y", "mul", "s", "ud")]  # fmt: skip
+        made["nodes"] += [
+            {"id": i + end, "op": op, "inputs": [v if v in names[0] + names[-1] else v + end for v in ins]}
+            for i, op, *ins in rows
+        ]
+    made["outputs"] = [*(f"y{end}" for _, end in names), *(["u"] if also else [])]
+    return made
+
+
+DUAL = {
+    f"gated, {kind}, {act}, {rows} rows{', also read' * also}{', twice' * twice}": {
+        "blueprint": gated(kind, act, also, twice), "dims": {"n": rows},
+    }
+    for kind, act, rows, also, twice in (
+        ("bfloat16", "silu", 37, False, False), ("float16", "gelu", 37, True, False),
+        ("bfloat16", "gelu", 1, True, False), ("bfloat16", "silu", 5, False, True),
+    )
+}  # fmt: skip
+CASES |= DUAL
 RANDOM["a product of one by one"] = {"blueprint": ONE_BY_ONE, "dims": {"rows": 5}}
 PROGRAMS = 150
 
@@ -159,3 +191,8 @@ def test_a_bfloat16_norm_has_the_bits_of_eager(answers: dict[str, dict[str, Any]
 def test_operands_came_through_descriptors(answers: dict[str, dict[str, Any]]) -> None:
     """Of the forward with and without saved values, and of both gradients."""
     assert all(answers[name]["described"] >= 3 for name in DESCRIBED), [answers[n] for n in DESCRIBED]
+
+
+def test_gated_products_were_one_kernel(answers: dict[str, dict[str, Any]]) -> None:
+    """In the forward with and without saved values."""
+    assert all(answers[name]["dual"] >= 2 for name in DUAL), [answers[n]["dual"] for n in DUAL]
