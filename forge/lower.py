@@ -24,7 +24,7 @@ from forge.reuse import in_place
 from forge.target import Target
 from forge.templates import chain, dual, extern, matmul, rows, scan, table, ways
 from forge.tune.journal import Choices
-from forge.views import ONE, View, dense_strides, views
+from forge.views import ONE, View, dense_strides, results, views
 from library.launch import Argument, Bound, Buffer, ExternStep, Guard, KernelStep, Plan, TensorSpec, Variant
 from library.launch import View as LaunchView
 
@@ -408,7 +408,7 @@ def _stored(parts: Partition, group: Group) -> set[str]:
     """Values of the group that outputs or other groups read, by the memory they live in."""
     inside = {id(n) for n in group.nodes}
     own = group.values()
-    read = {parts.views[o].base for o in parts.graph.outputs} | set(parts.graph.outputs)
+    read = results(parts.graph, parts.views, own - group.columns)
     for other in parts.groups:
         for node in other.nodes:
             if id(node) in inside:

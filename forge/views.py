@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -62,6 +62,22 @@ def movement(node: Node) -> str | None:
     """Kind of a movement node, else None."""
     lowering = OPS[node.op].lowering
     return lowering.kind if isinstance(lowering, Movement) else None
+
+
+def results(graph: Graph, known: Mapping[str, View], made: Set[str]) -> set[str]:
+    """What is stored for the outputs: the values behind them, and those outputs that are more than one of
+    `made`, whole, in another shape. Of several shapes of one value the first lies in its memory.
+    """
+    homes = {known[o].base: o for o in reversed(graph.outputs)}
+    shapes = made - set(graph.outputs)
+    return set(homes) | {
+        o for o in graph.outputs if homes[known[o].base] != o or not _again(graph, o, known[o], shapes)
+    }
+
+
+def _again(graph: Graph, name: str, view: View, of: Set[str]) -> bool:
+    whole = is_dense(view) and graph.types[name].numel == graph.types[view.base].numel
+    return view.base in of and whole
 
 
 def views(graph: Graph) -> Mapping[str, View]:

@@ -252,3 +252,28 @@ def test_the_gradient_of_a_transposed_weight_is_written_once() -> None:
     products = [n for n in low.parts.graph if n.op == "matmul"]
     assert [n.types[0].shape for n in products if n.id in low.phase.gradients.values()] and len(products) == 2
     assert all(n.op != "cast" for n in low.parts.graph), "nothing is copied"
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu"])
+def test_a_result_that_is_the_last_value_in_another_shape_is_stored_once(target: str) -> None:
+    b = Builder("reshaped")
+    b.dim("rows", max=64, tune=(64,))
+    x = b.input("x", F, ["rows", 4, 16])
+    y = b.avg_pool1d(x, kernel=[3], stride=[1], padding=[1])  # of images with one line
+    work = check(b.build(y), {"rows": 5}, target)
+    for low in work.lowerings:
+        for step in low.plan.steps:
+            assert isinstance(step, KernelStep)
+            places = [a.value for a in step.args if a.kind == "buffer"]
+            assert len(places) == len(set(places)), (low.plan.phase, places)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("target", ["h100", "cpu"])
+def test_one_value_in_several_shapes_is_every_result(target: str, order: tuple[int, ...]) -> None:
+    b = Builder("reshaped")
+    b.dim("rows", max=64, tune=(64,))
+    x = b.input("x", F, ["rows", 4, 16])
+    y = b.avg_pool1d(x, kernel=[3], stride=[1], padding=[1])
+    shapes = (y, b.reshape(y, shape=["rows", 64]), b.reshape(y, shape=["rows", 2, 32]))
+    check(b.build(*(shapes[at] for at in order)), {"rows": 5}, target)
