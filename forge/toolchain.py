@@ -19,6 +19,7 @@ from forge.ctoolchain import compile_c, compiler_version, find_compiler
 from forge.emit import c as emit_c
 from forge.emit import triton as emit_triton
 from forge.emit.triton_scalars import POINTER_TYPE
+from forge.emit.writer import size_name
 from forge.lower import Kernels, KernelSource
 from forge.lowered import DESCRIPTOR_BYTES
 from forge.plan import KernelPlan, RowTile
@@ -108,7 +109,7 @@ def request(sources: tuple[KernelSource, ...], target: Target) -> dict[str, Any]
 def _kernel_request(source: KernelSource, target: Target) -> dict[str, Any]:
     plan = source.plan
     signature = {f"p_{i}": POINTER_TYPE[d] for i, d in enumerate(plan.buffer_dtypes)}
-    signature |= dict.fromkeys(plan.sizes, "i64" if plan.wide else "i32")
+    signature |= dict.fromkeys(map(size_name, plan.sizes), "i64" if plan.wide else "i32")
     pointers = range(len(plan.buffers))
     sizes = range(len(plan.buffers), len(signature)) if source.divisible_sizes else ()
     stages = 1 if isinstance(plan.tile, RowTile) else getattr(plan.tile, "stages", 1)

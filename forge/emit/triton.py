@@ -20,7 +20,7 @@ from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
 from forge.emit.triton_scan import scans
 from forge.emit.triton_table import gathers, places
-from forge.emit.writer import dim_text
+from forge.emit.writer import dim_text, size_name
 from forge.plan import (
     Access,
     ChainTile,
@@ -54,7 +54,7 @@ def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:
     if isinstance(plan.tile, JoinedTile):
         return joined(plan, partial(emit_kernel, interpreted=interpreted))
     out = Kernel(plan, interpreted)
-    params = ", ".join([*(f"p_{i}" for i in range(len(plan.buffers))), *plan.sizes])
+    params = ", ".join([*(f"p_{i}" for i in range(len(plan.buffers))), *map(size_name, plan.sizes)])
     out.w.line("@triton.jit")
     with out.w.block(f"def {plan.name}({params}):"):
         _EMITTERS[type(plan.tile)](out, plan.tile)
@@ -113,7 +113,7 @@ def _sums(k: Kernel, tile: SumTile) -> None:
         )
     moments.begin(k, reduces, shape, f"[{tile.block_parts}, 1]")
     with w.block(f"for start in tl.range(0, {dim_text(parts)}, {tile.block_parts}):"):
-        w.line(f"row = start + tl.arange(0, {tile.block_parts})[:, None]")
+        w.line(f"row = start + {k.lanes(tile.block_parts, 0)}")
         w.line(f"ok = (row < {dim_text(parts)}) & col_ok")
         for s in early:
             statement(k, s, ["row", "col"], {"r": "ok"})

@@ -19,7 +19,7 @@ def bands(k: Kernel, tile: BandTile) -> None:
     w.line(f"pid = tl.program_id(0).to({k.index_type})")
     if tile.reverse:
         w.line("pid = tl.num_programs(0) - 1 - pid")
-    w.line(f"col = tl.arange(0, {tile.block_cols})[None, :]")
+    w.line(f"col = {first.lanes(tile.block_cols, -1)}")
     w.line(f"sub = tl.arange(0, {count})[None, :]")
     w.line("one = tl.arange(0, 1)[:, None]")
     names = moments(first.plan, second.plan) if tile.held else None

@@ -102,6 +102,19 @@ class Kernel:
                 terms.append(f"{at} * {dim_text(stride)}")
         return " + ".join(terms) or "0"
 
+    def lanes(self, count: int, axis: int) -> str:
+        """`count` neighbours along an axis, of 64 bits where their number is, or where a step of numbers
+        takes them past 31.
+        """
+        size, wide = self.plan.space[axis].static, self.plan.wide
+        if wide and size is not None:
+            parts = [a.parts if axis == -1 and a.parts else ((self.plan.space[axis], a.strides[axis]),)
+                     for a in self.plan.accesses]  # fmt: skip
+            reach = (sum((n.static or 0) * abs(step.static or 0) for n, step in each) for each in parts)
+            wide = max(reach, default=0) >= 2**31
+        turned = "[None, :]" if axis == -1 else "[:, None]"
+        return f"tl.arange(0, {count}){turned}{'.to(tl.int64)' if wide else ''}"
+
     def by_parts(self, access: Access, at: str) -> list[str]:
         """Offsets along the parts that the last axis is made of."""
         out, inner = list[str](), Dim.of(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from forge.emit.writer import Writer
+from forge.emit.writer import Writer, size_name
 from forge.plan import JoinedTile, KernelPlan
 from library.launch import Size
 
@@ -34,10 +34,10 @@ def _dealt(plan: KernelPlan, tile: JoinedTile, names: list[str]) -> str:
     w = Writer()
     pointer = {b: f"p_{i}" for i, b in enumerate(plan.buffers)}
     w.line("@triton.jit")
-    with w.block(f"def {plan.name}({', '.join([*pointer.values(), *plan.sizes])}):"):
+    with w.block(f"def {plan.name}({', '.join([*pointer.values(), *map(size_name, plan.sizes)])}):"):
         w.line("pid = tl.program_id(0)")
         for at, (part, name) in enumerate(zip(tile.parts, names, strict=True)):
-            given = [pointer[b] for b in part.buffers] + list(part.sizes)
+            given = [pointer[b] for b in part.buffers] + list(map(size_name, part.sizes))
             _branch(w, tile, at, name, given)
     return w.text()
 
@@ -66,7 +66,7 @@ def _end(tile: JoinedTile, at: int) -> str:
 def size_text(size: Size) -> str:
     """A size of the launch manifest as an expression."""
     if not isinstance(size, tuple):
-        return str(size)
+        return size_name(size) if isinstance(size, str) else str(size)
     operator, a, b = size
     sign = {"add": "+", "mul": "*", "floordiv": "//"}[operator]
     return f"({size_text(a)} {sign} {size_text(b)})"

@@ -87,7 +87,7 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     w, block = k.w, tile.block_cols
     turn = "turn" if k.in_line else f"tl.program_id(1).to({k.index_type})"
     first = "" if whole else f"{turn} * {block} + "
-    w.line(f"col = {first}tl.arange(0, {block})[None, :]")
+    w.line(f"col = {first}{k.lanes(block, -1)}")
     exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
     col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
     early, rest = ([], list(k.plan.body)) if _spread(k, tile) else k.hoist()
@@ -375,11 +375,11 @@ def _sweep(k: Kernel, tile: RowTile, sweep: Sweep, outer: list[str]) -> None:
     loads = ahead(k, list(sweep.full)) if tile.prefetch else []
     kept = _row_mask(k, tile)
     if loads:
-        w.line(f"col = tl.arange(0, {block})[None, :]")
+        w.line(f"col = {k.lanes(block, -1)}")
         fetch(k, loads, "", {**kept, "c": last})
     for start, stop, whole in _spans(k, block, one=tile.stages > 1):
         with w.block(f"for start in tl.range({start}, {stop}, {block}{staging(tile)}):"):
-            w.line(f"col = start + tl.arange(0, {block})[None, :]")
+            w.line(f"col = start + {k.lanes(block, -1)}")
             if loads and whole:
                 w.line(f"next_col = col + {block}")
                 fetch(k, loads, "next_", {**kept, "c": f"(next_{last[1:]}"}, ("row", "next_col"))

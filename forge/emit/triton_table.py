@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from esper_ir.types import Dim
 from forge.emit.triton_base import Kernel
 from forge.emit.triton_scalars import TRITON_TYPE
 from forge.emit.writer import dim_text
-from forge.plan import GatherTile, PlaceTile
+from forge.plan import Access, GatherTile, PlaceTile
 
 MANY = 8  # positions of one row in a block of the list from which they are read several at once
 
 
-def _across(where: str, col: str = "col") -> str:
-    """As wide as the columns: of a table of one column the offset holds none."""
-    return where if "col" in where else f"{where} + {col} * 0"
+def _across(k: Kernel, access: Access, index: list[str]) -> str:
+    """Addresses as wide as the last index, also where an axis of one, or one value for all, has no step."""
+    where = f"{k.pointer[access.buffer]} + {k.offset(access, index)}"
+    return where if access.strides[-1] != Dim() else f"{where} + {index[-1]} * 0"
 
 
 def places(k: Kernel, tile: PlaceTile) -> None:
@@ -20,8 +22,7 @@ def places(k: Kernel, tile: PlaceTile) -> None:
     w = k.w
     rows, count = (dim_text(d) for d in k.plan.space)
     numbers, order, listed, starts = k.plan.accesses
-    where = f"{k.pointer[numbers.buffer]} + {k.offset(numbers, ['0', 'at'])}"
-    read = f"tl.load({where}, mask=at < {count}, other=-1)"
+    read = f"tl.load({_across(k, numbers, ['0', 'at'])}, mask=at < {count}, other=-1)"
     w.line("pid = tl.program_id(0)")
     w.line(f"low = pid * {tile.rows}")
     w.line(f"high = tl.minimum(low + {tile.rows}, {rows})")
@@ -73,7 +74,7 @@ def gathers(k: Kernel, tile: GatherTile) -> None:
             with w.block("else:"):
                 _one_by_one(k, kind)
         narrow = f"acc.to({TRITON_TYPE[out.dtype]})"
-        where = _across(f"{k.pointer[out.buffer]} + {k.offset(out, ['row', 'col'])}")
+        where = _across(k, out, ["row", "col"])
         w.line(f"tl.store({where}, {narrow}, mask=col_ok & (row < {rows}))")
 
 
@@ -84,8 +85,7 @@ def _several(k: Kernel, tile: GatherTile, kind: str) -> None:
         w.line(f"spot = start + some + tl.arange(0, {MANY})")
         w.line(f"mine = tl.load({k.pointer[listed.buffer]} + spot, mask=spot < last, other=-1) == row")
         w.line(f"at_row = tl.load({k.pointer[order.buffer]} + spot, mask=mine, other=0).to({k.index_type})")
-        where = f"{k.pointer[values.buffer]} + {k.offset(values, ['at_row[:, None]', 'col[None, :]'])}"
-        where = _across(where, "col[None, :]")
+        where = _across(k, values, ["at_row[:, None]", "col[None, :]"])
         w.line(f"rows = tl.load({where}, mask=mine[:, None] & col_ok[None, :], other=0).to({kind})")
         w.line("acc += tl.sum(rows, 0)")
 
@@ -98,6 +98,6 @@ def _one_by_one(k: Kernel, kind: str) -> None:
     with w.block("for _ in tl.range(0, found):"):
         w.line("spot = tl.min(left, 0)")
         w.line(f"at_row = tl.load({k.pointer[order.buffer]} + spot).to({k.index_type})")
-        where = _across(f"{k.pointer[values.buffer]} + {k.offset(values, ['at_row', 'col'])}")
+        where = _across(k, values, ["at_row", "col"])
         w.line(f"acc += tl.load({where}, mask=col_ok, other=0).to({kind})")
         w.line(f"left = tl.where(left == spot, {none}, left)")

@@ -33,13 +33,18 @@ class Writer:
         return "\n".join(self.lines) + "\n"
 
 
+def size_name(symbol: str) -> str:
+    """The parameter of a size: a name that no value, position or word of the language has."""
+    return f"n_{symbol}"
+
+
 def dim_text(dim: Dim) -> str:
     """Integer expression of a dim in Python-like syntax, in parentheses unless it is one word."""
     if not dim.terms:
         return "0"
     parts = []
     for monomial, coefficient in dim.terms:
-        atoms = [a if isinstance(a, str) else _floordiv(a) for a in monomial]
+        atoms = [size_name(a) if isinstance(a, str) else _floordiv(a) for a in monomial]
         factors = ([str(coefficient)] if coefficient != 1 or not atoms else []) + atoms
         parts.append(" * ".join(factors))
     return parts[0] if len(parts) == 1 and " " not in parts[0] else "(" + " + ".join(parts) + ")"

@@ -151,6 +151,56 @@ def test_triton_takes_rests_of_whole_numbers() -> None:
     assert done["code"].keys() == {s.plan.name for s in made}
 
 
+def compiled(*blueprints: Blueprint, target: str = "h100") -> None:
+    """PTX of every kernel of any sizes; the worker refuses what Triton refuses."""
+    sources = []
+    for blueprint in blueprints:
+        made = [s for s in front(blueprint, target).kernels.by_key.values() if s.variant == "a"]
+        sources += [replace(s, plan=replace(s.plan, name=f"{blueprint.name}_{s.plan.name}")) for s in made]
+    asked = {**request(tuple(sources), resolve(target)), "stage": "compile"}
+    run_worker("forge.build_worker", asked, Limits(seconds=200.0))
+
+
+def test_sizes_may_have_any_name() -> None:
+    """A parameter is neither a word of the language nor a position of the kernel."""
+    made = []
+    for name in ("row", "col", "for", "tl", "v0", "p_0"):
+        b = Builder(f"size_{name}")
+        b.dim(name, min=1, max=64, tune=(8,))
+        x = b.input("x", "float32", [name, 40, name, 64])
+        made.append(b.build(b.softmax(x, dim=1), b.sum(x, dims=[0]), differentiable=[]))
+    compiled(*made)
+    b = Builder("first")
+    b.dim("pid", min=1, max=64, tune=(8,))
+    work = front(b.build(b.sum(b.input("x", "float32", ["pid", 64]), dims=[1])), "h100")
+    assert all("n_pid" in emit(s.plan) for s in work.kernels.by_key.values())
+
+
+def test_sweeps_may_have_any_length() -> None:
+    """Columns of 64 bits are so from the first block on."""
+    b = Builder("sweep")
+    b.dim("n", min=1, max=2**31 - 1, tune=(1024,))
+    compiled(b.build(b.sum(b.square(b.input("x", "float32", [8, 64, "n"])), dims=[2]), differentiable=[]))
+
+
+def test_lookups_of_one() -> None:
+    """A mask of a block has addresses of one."""
+    b = Builder("one")
+    made = b.embedding(b.input("i", "int64", [1]), b.param("e", "float32", [2, 1]))
+    compiled(b.build(b.tanh(made)))
+
+
+def test_columns_far_apart_have_addresses_of_64_bits() -> None:
+    """2**14 columns with 2**18 elements between two of them."""
+    b = Builder("far")
+    x = b.input("x", "bfloat16", [2, 2**14, 2**18])
+    work = front(b.build(b.softmax(x, dim=1), differentiable=[]), "h100")
+    for source in work.kernels.by_key.values():
+        assert source.plan.cols.static == 2**14
+        lines = [line for line in emit(source.plan).splitlines() if line.strip().startswith("col = ")]
+        assert lines and all("tl.int64" in line for line in lines), lines
+
+
 @pytest.mark.slow
 def test_triton_takes_the_text_of_every_scalar_operator() -> None:
     target, sources = resolve("h100"), []

@@ -124,7 +124,7 @@ def test_a_wide_kernel_stays_by_itself() -> None:
 
 
 def test_sizes_as_text() -> None:
-    assert size_text(("floordiv", ("add", "rows", 15), 16)) == "((rows + 15) // 16)"
+    assert size_text(("floordiv", ("add", "rows", 15), 16)) == "((n_rows + 15) // 16)"
 
 
 CODE = """
