@@ -68,6 +68,9 @@ FEW_ROWS = 1024  # at most, added in one kernel
 BESIDE = 256  # rows of a processor's program that lie side by side in memory, and
 FEW_BESIDE = 8  # the fewest that are worth it
 FEW_PROGRAMS = 448  # that sweep an axis across memory: 3 or 4 on each multiprocessor
+MANY_WORDS = 3  # read for an element, for which registers have not the room of two blocks
+MANY_COLUMNS = 8192  # of a row in registers, beyond which nothing else is
+ODD_ROWS = 16  # of which each thread has a column, and so all their values, where rows begin at odd addresses
 HELD = 1 << 14  # elements of a program in registers, at most: 32 a thread
 
 
@@ -244,15 +247,29 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
         ahead = not whole and _streams(given, accesses)[0] <= 2
         return RowTile(block, block, wide, warps, reverse=given.reverse, prefetch=ahead)
-    rows = _rows_of(given, space)
+    return _both_tile(given, accesses, _rows_of(given, space), wide, whole)
+
+
+def _both_tile(given: RowsInput, accesses: list[Access], rows: int, wide: int, whole: bool) -> RowTile:
+    """Reductions along rows and down columns. Blocks too large for two of them in registers are copied ahead
+    into shared memory. Of the longest rows a thread has half the elements and no next block: with 16 warps
+    it spilled thousands of bytes for each row.
+    """
     staged = both_axes(given.target, _streams(given, accesses)[0], wide, rows, given.reverse)
     if staged is not None and whole:
         return staged
+    if wide > MANY_COLUMNS:
+        warps, programs = 1024 // given.target.warp, max(min(rows, PROGRAMS), 1)
+        return RowTile(1, 0, wide, warps, programs=next_pow2(programs), reverse=given.reverse)
     block, warps = _both_axes(wide)
     most = PROGRAMS * max(4096 // wide, 1) if wide >= 256 else WARPS // warps
     programs = next_pow2(max(min(-(-rows // block), most), 1))
     ahead = wide >= LONG_ROW  # in registers; of short rows there is no room: a fifth less time without
-    return RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=ahead)
+    made = RowTile(block, 0, wide, warps, programs=programs, reverse=given.reverse, prefetch=ahead)
+    words = _words(given, accesses)
+    crowded = words >= MANY_WORDS or (words > 1 and wide == MANY_COLUMNS)
+    copied = ahead and crowded and given.target.async_copies
+    return replace(made, prefetch=False, stages=2) if copied else made
 
 
 def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
@@ -320,10 +337,13 @@ def _in_turn(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access], w
     """
     cols, rows = space[-1].value(given.sizes), _rows_of(given, space)
     reads, writes = _streams(given, accesses)
-    words = sum(accesses[at].dtype.itemsize for at in full(accesses) & loaded(given.body.stmts)) // 4
+    words = _words(given, accesses)
     light = (reads + writes == 1 or reads == 2) and words <= 1 and _work(given) <= LIGHT
-    block = min((8 if light else 4) * 256 // min(wide, 256), next_pow2(rows))
+    deep = 8 if light else 4 if words < MANY_WORDS else 2
+    block = min(deep * 256 // min(wide, 256), next_pow2(rows))
     warps = max(wide // 256, 1)
+    if cols % 8 and sum(accesses[at].letters() == "r" for at in loaded(given.body.stmts)) > 1:
+        block = min(block, ODD_ROWS)
     if any(a.windows for a in accesses):
         # Neighbours read the same elements: they come from the cache, and many programs hide that.
         block = min(max(block // 4, 1), next_pow2(rows))
@@ -343,6 +363,11 @@ def _streams(given: RowsInput, accesses: list[Access]) -> tuple[int, int]:
     """Operands that are read, and results that are written, for every row and column."""
     stores = {s.access for s in given.body.stmts if isinstance(s, Store)}
     return len(full(accesses) & loaded(given.body.stmts)), len(full(accesses) & stores)
+
+
+def _words(given: RowsInput, accesses: list[Access]) -> int:
+    """Words of 4 bytes that are read for an element."""
+    return sum(accesses[at].dtype.itemsize for at in full(accesses) & loaded(given.body.stmts)) // 4
 
 
 def _work(given: RowsInput) -> int:

@@ -144,6 +144,42 @@ def test_stages_are_as_many_as_a_target_has_room_for(name: str) -> None:
     assert ("stages" in candidates.idle(site, {})) is not target.async_copies
 
 
+def gradients(dtype: str, width: int) -> Blueprint:
+    b = Graphs("gradients")
+    b.dim("rows", min=1, max=65536, tune=(4096,))
+    x, w, c = b.input("x", dtype, ["rows", width]), b.param("w", dtype, [width]), b.param("c", dtype, [width])
+    return b.build(b.layer_norm(x, w, c, normalized_shape=[width]))
+
+
+def gate() -> Blueprint:
+    b = Graphs("gate")
+    b.dim("rows", min=1, max=4096, tune=(1024,))
+    x, y = (b.input(name, "float32", ["rows", 2730]) for name in "xy")
+    return b.build(b.div(b.mul(b.sqrt(x), y), b.param("w", "float32", [2730])))
+
+
+def odd_rows() -> Blueprint:
+    b = Graphs("odd")
+    b.dim("n", min=1, max=64)
+    x = b.add(b.input("x", "bfloat16", ["n", 96, 96, 27]), b.param("w", "bfloat16", [27]))
+    return b.build(b.relu(b.group_norm(x, num_groups=32)))
+
+
+SPILLING: list[tuple[Blueprint, int]] = [
+    (gradients("float32", 8192), 0), (gradients("bfloat16", 16384), 1024), (gate(), 0), (odd_rows(), 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(SPILLING)))
+def test_columns_added_beside_rows_have_registers(at: int) -> None:
+    """A block under way and one at work fit a thread; rows so long that nothing does spill little of it."""
+    blueprint, most = SPILLING[at]
+    tiled = [s for s in front(blueprint, "h100").kernels.by_key.values() if isinstance(s.plan.tile, RowTile)]
+    sources = [s for s in tiled if s.plan.tile.programs and "bwd2" in s.plan.name]
+    made = build_candidates([(s,) for s in sources], resolve("h100"))
+    assert made and all(not m.failed and m.kernels[0].spills <= most for m in made)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "t4"])
 def test_copies_lie_in_shared_memory_and_nothing_spills(name: str) -> None:
