@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.scalar import Arg, Cast, Const, Expr
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim
 from esper_ir.types import DType
 
 COMMON: dict[str, str] = {
@@ -40,6 +40,8 @@ LIBDEVICE: dict[str, str] = {
     "fmod": "_fmod({0}, {1})",
     "round": "libdevice.rint({0})",
 }
+OF_ONE_TYPE = ("atan2", "pow", "fmod", "quotient", "shl", "shr")
+"""Functions that take operands of one type, so that a number becomes one of the other's."""
 # The approximate instructions, some 2 ulp of float32: where every element that is read or written has 16
 # bits, they are far below its rounding, and the accurate ones cost more time than the memory does.
 FAST: dict[str, str] = {
@@ -78,6 +80,16 @@ def _div(x, y):
 @triton.jit
 def _div_of_number(x, y):
     return tl.div_rn(x, y) if y.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _like(x, number):
+    return tl.full(x.shape, number, x.dtype)
+
+
+@triton.jit
+def _real_like(x, number):
+    return tl.full(x.shape, number, x.dtype if x.dtype.is_floating() else tl.float32)
 
 
 @triton.jit
@@ -377,6 +389,15 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
         return rounded(spell(expr.arg, args, interpreted, alone, fast), expr.dtype)
     if fast and expr.name in FAST:
         return FAST[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
+    if expr.name == "div" and all(isinstance(a, Const) for a in expr.args) and not alone:
+        return number(_divided(*(float(a.value) for a in expr.args if isinstance(a, Const))))
+    if expr.name in OF_ONE_TYPE and not (alone or interpreted) and len(_numbers(expr)) == 1:
+        (at,) = _numbers(expr)
+        texts = [spell(a, args, interpreted, fast=fast) for a in expr.args]
+        value = expr.args[at]
+        like = "_real_like" if isinstance(value, Const) and isinstance(value.value, float) else "_like"
+        texts[at] = f"{like}({texts[1 - at]}, {texts[at]})"
+        return LIBDEVICE.get(expr.name, COMMON.get(expr.name, "")).format(*texts)
     if expr.name in ("div", "fmod", "pow") and isinstance(expr.args[0], Const) and not alone:
         inner = ", ".join(spell(a, args, interpreted, fast=fast) for a in expr.args)
         return f"_{expr.name}_of_number({inner})"
@@ -384,6 +405,17 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
     if expr.name not in table:
         raise EsperError("E0525", f"{expr.name} has no spelling in Triton's interpreter", node=expr.name)
     return table[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
+
+
+def _numbers(expr: Prim) -> list[int]:
+    return [at for at, a in enumerate(expr.args) if isinstance(a, Const)]
+
+
+def _divided(a: float, b: float) -> float:
+    """As hardware divides."""
+    if b:
+        return a / b
+    return math.nan if not a or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1.0, b)
 
 
 def _number_type(number: Const) -> str:

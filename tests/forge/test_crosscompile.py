@@ -190,6 +190,15 @@ def test_lookups_of_one() -> None:
     compiled(b.build(b.tanh(made)))
 
 
+def test_numbers_take_the_type_of_the_other_operand() -> None:
+    """libdevice has functions of two float64 values, none of one and a float32 number."""
+    b = Builder("numbers")
+    x, k = b.input("x", "float64", [64]), b.input("k", "int32", [64])
+    outs = [b.op(op, *pair) for op in ("pow", "fmod", "atan2") for pair in ((x, 1.7), (1.7, x), (x, 2))]
+    whole = [b.op(op, 2, k) for op in ("int_divide", "bitwise_left_shift", "pow")]
+    compiled(b.build(*outs, *whole, b.op("copysign", x, -0.0), differentiable=[]))
+
+
 def test_columns_far_apart_have_addresses_of_64_bits() -> None:
     """2**14 columns with 2**18 elements between two of them."""
     b = Builder("far")
