@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from esper_ir.scalar import Cast, Prim
 from esper_ir.types import Dim, DType
 from forge.emit.triton_rounding import exact, packed, rounded_by_stores
-from forge.emit.triton_scalars import TRITON_TYPE, number, rounded, spell
+from forge.emit.triton_scalars import TRITON_TYPE, number, real_operands, rounded, spell
 from forge.emit.writer import Writer, dim_text
 from forge.plan import (
     INDEX,
@@ -210,11 +210,14 @@ class Kernel:
         args = list(stmt.args)
         if stmt.dtype is DType.bool and isinstance(stmt.expr, Prim) and stmt.expr.name == "add":
             args = [f"{a}.to(tl.int32)" for a in args]  # one bit plus one bit would be none
+        kinds = [self.dtypes[a] for a in stmt.args]
+        for at in real_operands(stmt.expr, kinds) if stmt.dtype.is_floating else ():
+            if not kinds[at].is_floating:
+                args[at] = f"{args[at]}.to({TRITON_TYPE[stmt.dtype.compute]})"
         late, expr = stmt.name in self.unrounded, stmt.expr
         while late and isinstance(expr, Cast) and expr.dtype is stmt.dtype:
             expr = expr.arg
         text = spell(expr, args, self.interpreted, alone, fast)
-        kinds = [self.dtypes[a] for a in stmt.args]
         wide = all(d.compute is DType.float32 for d in kinds)
         plain = stmt.dtype in (DType.float32, DType.bool) and wide
         if stmt.args and (late or exact(stmt.expr, kinds, stmt.dtype)):

@@ -7,9 +7,10 @@ bfloat16 is integer arithmetic on the bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from esper_ir.diagnostics import EsperError
-from esper_ir.scalar import Arg, Cast, Const, Expr, Prim
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
 from esper_ir.types import DType
 
 COMMON: dict[str, str] = {
@@ -42,6 +43,8 @@ LIBDEVICE: dict[str, str] = {
 }
 OF_ONE_TYPE = ("atan2", "pow", "fmod", "quotient", "shl", "shr")
 """Functions that take operands of one type, so that a number becomes one of the other's."""
+OF_REALS = frozenset((*ONE_OPERAND, "atan2", "erf", "rsqrt", "sqrt", "sigmoid"))
+"""Functions that, where their result is no whole number, take none."""
 # The approximate instructions, some 2 ulp of float32: where every element that is read or written has 16
 # bits, they are far below its rounding, and the accurate ones cost more time than the memory does.
 FAST: dict[str, str] = {
@@ -394,8 +397,7 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
     if expr.name in OF_ONE_TYPE and not (alone or interpreted) and len(_numbers(expr)) == 1:
         (at,) = _numbers(expr)
         texts = [spell(a, args, interpreted, fast=fast) for a in expr.args]
-        value = expr.args[at]
-        like = "_real_like" if isinstance(value, Const) and isinstance(value.value, float) else "_like"
+        like = "_real_like" if _real(expr.args[at]) else "_like"
         texts[at] = f"{like}({texts[1 - at]}, {texts[at]})"
         return LIBDEVICE.get(expr.name, COMMON.get(expr.name, "")).format(*texts)
     if expr.name in ("div", "fmod", "pow") and isinstance(expr.args[0], Const) and not alone:
@@ -405,6 +407,25 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
     if expr.name not in table:
         raise EsperError("E0525", f"{expr.name} has no spelling in Triton's interpreter", node=expr.name)
     return table[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
+
+
+def real_operands(expr: Expr, kinds: Sequence[DType]) -> set[int]:
+    """Operands that a function of real numbers takes as they are; powers and rests of two whole numbers are
+    none.
+    """
+
+    def takes(e: Prim) -> bool:
+        either = e.name in ("pow", "fmod") and any(
+            _real(a) or (isinstance(a, Arg) and kinds[a.index].is_floating) for a in e.args
+        )
+        return e.name in OF_REALS or either
+
+    found = [e for e in walk(expr) if isinstance(e, Prim) and takes(e)]
+    return {a.index for e in found for a in e.args if isinstance(a, Arg)}
+
+
+def _real(expr: Expr) -> bool:
+    return isinstance(expr, Const) and isinstance(expr.value, float)
 
 
 def _numbers(expr: Prim) -> list[int]:

@@ -199,6 +199,20 @@ def test_numbers_take_the_type_of_the_other_operand() -> None:
     compiled(b.build(*outs, *whole, b.op("copysign", x, -0.0), differentiable=[]))
 
 
+def test_functions_of_whole_numbers() -> None:
+    """Their results are float32, as torch's are; libdevice has none of them."""
+    made = []
+    for dtype in ("int64", "bool"):
+        b = Builder(f"of_{dtype}")
+        x = b.input("x", dtype, [64])
+        names = ("exp", "log1p", "sqrt", "rsqrt", "erf", "sigmoid", "tanh", "cos")
+        made.append(b.build(*(b.op(n, x) for n in names), b.op("atan2", x, x), b.op("xlogy", x, x)))
+    b = Builder("powers")
+    k, y = b.input("k", "int32", [64]), b.input("y", "float32", [64])
+    outs = b.pow(k, 1.5), b.pow(k, y), b.pow(y, k), b.op("fmod", y, k), b.op("remainder", y, k)
+    compiled(*made, b.build(*outs, differentiable=[]))
+
+
 def test_columns_far_apart_have_addresses_of_64_bits() -> None:
     """2**14 columns with 2**18 elements between two of them."""
     b = Builder("far")
