@@ -272,17 +272,21 @@ def figures(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
     return found
 
 
-def rows_of(
-    chains: list[Chain], made: Mapping[str, Any], library: Library, tiny: bool, end: float
-) -> list[dict[str, Any]]:
-    """A row for every chain that was begun before the time was over."""
-    rows = []
+def written(
+    chains: list[Chain], made: Mapping[str, Any], library: Library, tiny: bool, end: float, out: Path
+) -> Path:
+    """The results file, with a row for every chain that was begun before the time was over; written anew
+    with each, so that a run that is stopped leaves what it has."""
+    document = {**results.header("chains"), "rows": [], "figures": figures([], len(chains))}
+    place = results.write(document, out)
     for chain in chains:
         if time.monotonic() > end:
             say(f"{chain.name}: not begun, the time is over")
             continue
-        rows.append(timed(chain, made[chain.name], library, tiny))
-    return rows
+        document["rows"].append(timed(chain, made[chain.name], library, tiny))
+        document["figures"] = figures(document["rows"], len(chains))
+        place = results.write(document, out)
+    return place
 
 
 @click.command()
@@ -316,9 +320,7 @@ def main(
         tiny, chains = made["tiny"], [c for c in chains if c.name in made["chains"]]
         _warmed(chains, tiny, jobs)
         with Library.open(folder / "library", trust=folder / "trust", roles=()) as library:
-            rows = rows_of(chains, made["chains"], library, tiny, end)
-    document = {**results.header("chains"), "rows": rows, "figures": figures(rows, len(chains))}
-    say(f"written: {results.write(document, out)}")
+            say(f"written: {written(chains, made['chains'], library, tiny, end, out)}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from bench import chains
+from library.store import Library
 
 
 def test_some_import_compile_and_are_right(tmp_path: Path) -> None:
@@ -46,3 +48,20 @@ def test_figures_count_what_is_ahead() -> None:
     assert found["ahead_of_eager"]["value"] == 0.4 and found["ahead_of_eager"]["behind"] == ["c", "d"]
     assert found["ahead_of_eager"]["level"] == ["e"] and found["level_with_eager"]["value"] == 1
     assert found["ahead_of_compile"]["value"] == 0.2 and not found["ahead_of_compile"]["met"]
+
+
+def test_a_run_that_is_stopped_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(chain: chains.Chain, *_: object) -> dict[str, object]:
+        if chain is chains.CHAINS[1]:
+            raise KeyboardInterrupt
+        return {"chain": chain.name, "correct": True, "ms": {"eager": 2.0, "esper": 1.0, "compile": 1.0}}
+
+    monkeypatch.setattr(chains, "timed", timed)
+    few = list(chains.CHAINS[:3])
+    with pytest.raises(KeyboardInterrupt):
+        made: Any = dict.fromkeys(c.name for c in few)
+        chains.written(few, made, cast(Library, None), True, float("inf"), tmp_path)
+    (place,) = tmp_path.glob("chains-*.json")
+    found = json.loads(place.read_text())
+    assert [r["chain"] for r in found["rows"]] == [few[0].name]
+    assert found["figures"]["ahead_of_eager"]["value"] == pytest.approx(1 / 3)
