@@ -108,7 +108,7 @@ def _sizes(block: Block) -> Iterator[Mutant]:
     """One row fewer than there are."""
     for plan, at in _launches(block):
         kernels = [v["kernel"] for v in plan["steps"][at]["variants"]]
-        if block.kind == "triton" and all(idle(_own(block.texts[k], k), "rows") for k in kernels):
+        if block.kind == "triton" and all(idle(_own(block.texts[k], k), "n_rows") for k in kernels):
             continue
         for i, argument in enumerate(plan["steps"][at]["args"]):
             if argument["kind"] == "size" and argument["value"] == "rows":

@@ -14,9 +14,9 @@ C_TAIL = re.compile(r"last = (first \+ (?!1 )\d+) < (\w+) \? \1 : \2;")
 C_FIRST = re.compile(r"const int64_t (first = [^,;]+), (last = [^;]+);")
 C_SUMS = re.compile(r"\n +float (a\d+_\d+\[\d+\]);")
 T_MASK = re.compile(r", mask=[^\n]*?\)\n")
-T_ROW_OK = re.compile(r"row_ok = \((\w+) < rows\)")
+T_ROW_OK = re.compile(r"row_ok = \((\w+) < n_rows\)")
 BACKWARDS = "(blocks - 1 - (i + 1))"
-T_OK = re.compile(r"\bok = at < \((\d+ \* rows)\)")
+T_OK = re.compile(r"\bok = at < \((\d+ \* n_rows)\)")
 T_BLOCK = re.compile(r"row = pid \* (\d+) \+ \(0\) \* \1 \+ tl\.arange")
 T_PARTIAL = re.compile(r"(tl\.store\(p_\d+ \+ )pid( \* \d+ \+ col, (?:tl\.reduce|\w+_acc))")
 
@@ -56,7 +56,7 @@ def _extents(block: Block) -> Iterator[Mutant]:
                 continue  # the last row was in the first block
             if m[1] == "row" and idle(text, "row_ok"):
                 continue
-            yield _instead(kind, kernel, text, m, f"row_ok = ({m[1]} < rows - 1)")
+            yield _instead(kind, kernel, text, m, f"row_ok = ({m[1]} < n_rows - 1)")
         for m in T_OK.finditer(text):
             yield _instead(kind, kernel, text, m, f"ok = at < ({m[1]} - 1)")
 
