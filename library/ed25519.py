@@ -8,20 +8,29 @@ are refused here.
 from __future__ import annotations
 
 try:
-    from nacl.bindings import crypto_sign_open
-    from nacl.exceptions import BadSignatureError as _Bad
+    # The compiled part of PyNaCl by itself: its bindings are twenty modules, most of what a first load reads.
+    from nacl._sodium import ffi, lib  # pyright: ignore[reportMissingImports]
+
+    _open = lib.crypto_sign_open
+    if lib.sodium_init() < 0:
+        raise ImportError("libsodium does not start here")
+
+    _Bad: type[Exception] = ValueError
 
     def _check(raw: bytes, signature: bytes, message: bytes) -> None:
         if len(raw) != 32 or len(signature) != 64:  # C would read on
             raise ValueError("a key has 32 bytes, a signature 64")
-        crypto_sign_open(signature + message, raw)
+        signed = signature + message
+        if _open(ffi.NULL, ffi.NULL, signed, len(signed), raw):
+            raise ValueError("the signature is not the key's")
 
-except ImportError:
+except (ImportError, AttributeError):  # absent, or a later one that is built otherwise
     from functools import lru_cache
 
-    from cryptography.exceptions import InvalidSignature as _Bad
+    from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+    _Bad = InvalidSignature
     _P = 2**255 - 19
     _ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
     _SMALL = frozenset({0, 1, _P - 1, _ORDER_8, _P - _ORDER_8})  # second coordinates (RFC 8032, 5.1.2)

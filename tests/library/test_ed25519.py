@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from types import ModuleType
 
@@ -58,7 +59,7 @@ def ed25519(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delitem(sys.modules, name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert hasattr(module, "crypto_sign_open") == (request.param == "nacl")
+    assert hasattr(module, "_open") == (request.param == "nacl")
     return module
 
 
@@ -97,3 +98,10 @@ def test_what_is_no_key_or_no_signature(ed25519: ModuleType) -> None:
         assert not ed25519.verify(key, signature, message)
     for made in (b"", signature[:63], signature + b"\0", bytes(64)):
         assert not ed25519.verify(public, made, message)
+
+
+def test_a_first_load_reads_no_more_than_it_needs() -> None:
+    pytest.importorskip("nacl")
+    text = "import sys, library.ed25519; print([m for m in sys.modules if m.startswith('nacl.bindings')])"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
