@@ -9,6 +9,10 @@ subnormal   about the smallest normal number; on the CPU only: on a card the fun
 far         sixteen times normal: where exponentials are almost nothing beside others
 
 A draw is named by one of these and a leaf ("far x"); a cotangent by one of them alone.
+
+turned      one leaf all negative among others that are all positive, under infinities that flow back: where
+            several ways of a gradient meet in a sum, infinities of either sign meet there. Of leaves with
+            either sign a sum over eight terms is nearly always undefined before, and hides what became of one
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from esper_ir.registry import lookup
 from esper_ir.types import DType
 from gauntlet.subject import Subject
 
-FAR, INFINITE, FEW = "far", "infinite", "few"
+FAR, INFINITE, FEW, TURNED = "far", "infinite", "few", "turned"
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
 OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 """How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
@@ -40,9 +44,13 @@ elements."""
 
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     """Draws of this block, leaf by leaf."""
+    return ["small", *(f"{h} {n}" for n in _leaves(subject) for h in _possible(subject, how))]
+
+
+def _leaves(subject: Subject) -> list[str]:
     leaves = [n for n, kind, t in subject.leaves if t.dtype.is_floating and kind != "constant"]
     step = -(-len(leaves) // LEAVES)
-    return ["small", *(f"{h} {n}" for n in leaves[:: max(step, 1)] for h in _possible(subject, how))]
+    return leaves[:: max(step, 1)]
 
 
 def cotangents(subject: Subject) -> list[str]:
@@ -57,7 +65,8 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     with_cotangents = {INFINITE: FEW, FEW: "ties"}
     leaves = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
     flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
-    more = [("normal", c) for c in cotangents(subject) if c == INFINITE]
+    signs = [f"{TURNED} {n}" for n in _leaves(subject)]
+    more = [(draw, c) for c in cotangents(subject) if c == INFINITE for draw in ("normal", *signs)]
     return [("zeros", "normal"), *more, *flowing, *leaves]
 
 
@@ -72,6 +81,8 @@ def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
 def of_leaf(draw: str, leaf: str) -> str:
     """How a leaf is drawn in a draw of the whole block; draws of other kinds are the same for all leaves."""
     how, _, moved = draw.partition(" ")
+    if how == TURNED:
+        return "below" if moved == leaf else "above"
     if how not in HOW or not moved:
         return draw
     return how if moved == leaf else OTHERS.get(how, "normal")
