@@ -371,3 +371,14 @@ def test_shares_of_tests_tell_what_passed(tmp_path: Path) -> None:
     assert (found["collected"], found["passed"], found["failed"]) == (4, 2, 1)
     assert found["stopped_in"] == ["test_some.py::test_it[3]"] and found["not_begun"] == []
     assert "assert 2 != 2" in found["tests"]["test_some.py::test_it[2]"]["why"]
+
+
+def test_long_files_are_left_for_the_end(tmp_path: Path) -> None:
+    for name in ("test_card.py", "test_z.py"):
+        (tmp_path / name).write_text("def test_it(): pass\n")
+    log = tmp_path / "log.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.shard", "-p", "no:cacheprovider", "."]
+    env = {"PATH": "", "PYTHONPATH": str(results.ROOT), "SHARD_LOG": str(log)}
+    subprocess.run(command, cwd=tmp_path, capture_output=True, env=env, check=True)
+    first = json.loads(log.read_text(encoding="utf-8").splitlines()[0])
+    assert first["collected"] == ["test_z.py::test_it", "test_card.py::test_it"]
