@@ -32,13 +32,13 @@ def fetched(tensors: Sequence[Tensor], where: torch.device) -> list[Tensor]:
     if where.type != "cpu" or all(t.is_cpu for t in tensors):
         return [t.to(where) for t in tensors]
     out = [_begun(t.detach()) for t in tensors]
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(next(t.device for t in tensors if not t.is_cpu))
     return out
 
 
 def _begun(tensor: Tensor) -> Tensor:
-    if tensor.is_cpu:
-        return tensor
+    if tensor.is_cpu or not tensor.numel():
+        return tensor.cpu()
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return there.copy_(tensor, non_blocking=True)
 
