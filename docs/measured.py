@@ -52,8 +52,9 @@ GATES = {
     "no_grad_call_us": "a call without gradients",
     "load_cached_entry_us_p50": "`runtime.load`, loaded before in this process",
     "load_uncached_us_p50": "`runtime.load`, read, verified, handed to the driver",
+    "load_uncached_us_p99": "the same, 99th percentile",
     "first_step_ms": "first forward and backward of a fresh process",
-    "first_step_without_compiler_triton_home": "the same without compiler, Triton and a home to write to",
+    "first_step_without_compiler_triton_home": "that without compiler, Triton and a home to write to",
 }
 """What calls and loads cost, in words."""
 
