@@ -293,8 +293,15 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
 # -- the document
 
 
-def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: str) -> dict[str, Any]:
-    """As a results file: caught and planted by class, those under ten times the bound, and the clean ones."""
+def document(
+    rows: Sequence[Mapping[str, Any]],
+    asked: int,
+    seed: int,
+    device: str,
+    head: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """As a results file: caught and planted by class, those under ten times the bound, and the clean ones.
+    `head`: of the file, as it was when the judging began."""
     faults, clean = [r for r in rows if r["kind"]], [r for r in rows if not r["kind"]]
     same = [r for r in faults if _no_fault(r) and not r["witness"]]
     within = [r for r in faults if _no_fault(r) and r["witness"]]
@@ -325,7 +332,13 @@ def document(rows: Sequence[Mapping[str, Any]], asked: int, seed: int, device: s
     at = Counter(str(r.get("commit", "unknown"))[:7] for r in rows)
     notes += [f"judged at {name}: {count}" for name, count in at.items() if len(at) > 1]
     told = {"wrong": _told([*missed, *refused]), "change_nothing": _told(same), "within": _told(within)}
-    return {**results.header("faults"), "rows": by_class, "figures": figures, **told, "notes": notes}
+    return {
+        **(head or results.header("faults")),
+        "rows": by_class,
+        "figures": figures,
+        **told,
+        "notes": notes,
+    }
 
 
 def _own(clean: Sequence[Mapping[str, Any]]) -> float | None:
@@ -384,6 +397,7 @@ def run(
     kept: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Judge what lies in the folder, or what is made for this processor now."""
+    head = results.header("faults")  # the tree may move on while this runs
     with tempfile.TemporaryDirectory(prefix="esper-faults-") as made:
         home = folder or Path(made)
         if folder is None:
@@ -391,7 +405,7 @@ def run(
         lines = (home / "planted.jsonl").read_text(encoding="utf-8").splitlines()
         planted = [Planted(**json.loads(line)) for line in lines]
         rows = judged(home, planted, device, jobs, seconds, quick, kept)
-    return document(rows, len(planted), seed, device)
+    return document(rows, len(planted), seed, device, head)
 
 
 def alone(folder: Path | None, out: Path, quick: bool) -> int:
