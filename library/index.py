@@ -117,7 +117,21 @@ class Index:
                 f"PRAGMA journal_size_limit={_LOG}",
             ]
         for pragma in pragmas:
-            self.connection.execute(pragma).fetchall()
+            self._patiently(pragma)
+
+    def _patiently(self, pragma: str) -> None:
+        """A new file becomes one with a log under an exclusive lock. Of two that want it at once one is told
+        that the file is busy without its handler being asked, since waiting with a lock in hand could last
+        for ever: it lets go and tries again.
+        """
+        while True:
+            try:
+                self.connection.execute(pragma).fetchall()
+                return
+            except apsw.BusyError:
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(random.uniform(0.001, 0.005))
 
     def _busy(self, attempt: int) -> bool:
         """Jittered back-off: SQLite's own steps make many writers wake together and starve one another."""

@@ -273,6 +273,32 @@ def test_many_processes_open_a_new_library_at_once(disk_home: Path) -> None:
         assert {len(r.keyids) for r in lib.trust.document().roles.values()} == {1}
 
 
+def test_a_new_file_is_opened_by_many_at_the_same_moment(tmp_path: Path) -> None:
+    """Becoming a file with a log needs a lock that is not waited for: it is asked for again."""
+    for turn in range(60):
+        home, start = tmp_path / str(turn), threading.Barrier(4)
+        home.mkdir()
+        refused: list[BaseException] = []
+
+        def opened(
+            home: Path = home, start: threading.Barrier = start, refused: list[BaseException] = refused
+        ) -> None:
+            start.wait()
+            try:
+                index = Index(home, readonly=False)
+                index.migrate()
+                index.close()
+            except BaseException as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=opened) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not refused, (turn, refused)
+
+
 def test_migrations_are_applied_once_and_in_order(home: Path) -> None:
     Library.open(home).close()
     second = (*MIGRATIONS, "CREATE TABLE extra(a INTEGER) STRICT; INSERT INTO extra VALUES (7);")
