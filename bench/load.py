@@ -21,11 +21,12 @@ import torch
 import runtime
 from bench.blocks import Block
 from bench.results import ROOT, figure
+from library.platform import Platform
 from library.records import VALIDATED
 from library.store import Library
 from runtime import loader, system, timing
 from runtime.code import load_code
-from runtime.driver import driver
+from runtime.driver import Driver, driver
 from runtime.executor import Program
 from runtime.timing import Timing
 
@@ -175,6 +176,17 @@ def _pieces(
     library: Library, name: str, program: Program, dims: tuple[int, ...], unproven: bool
 ) -> dict[str, Any]:
     """The same in steps; medians in microseconds."""
+    at = int(program.device.index or 0)
+    spans = walked(library, name, program.device, lambda kind: system.machine(kind, at), dims, 60, unproven)
+    return {what: {"p50": statistics.median(s), "p99": Timing(tuple(s)).p99} for what, s in spans.items()}
+
+
+def walked(
+    library: Library, name: str, device: torch.device, machine_of: Callable[[str], Platform],
+    dims: tuple[int, ...], rounds: int, unproven: bool = False, cuda: Driver | None = None,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Microseconds of every step of `rounds` loads past the process's cache. `machine_of`: what the kind of
+    artifact meets here; `cuda`: another driver than the one that is there."""
     spans: dict[str, list[float]] = {}
 
     def timed(what: str, fn: Callable[[], Any]) -> Any:
@@ -185,21 +197,20 @@ def _pieces(
 
     def once() -> None:
         got = timed("read_and_verify", lambda: library.load(name, allow_unvalidated=unproven))
-        machine = timed("machine", lambda: system.machine(got.record.kind, int(device.index or 0)))
+        machine = timed("machine", lambda: machine_of(got.record.kind))
         timed("check_machine", lambda: loader.check_machine(got.container.head, machine, False))
         launch = timed("decode", lambda: loader.launch_of(got))
-        code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name))
+        code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name, cuda=cuda))
         made = timed("program", lambda: Program(name, launch, code))
         timed("prime", code.prime)
         timed("bind", lambda: made.ready("inference", dims))
         code.close()
-        _let_go()
+        cuda.bury() if cuda is not None else _let_go()
 
-    device = program.device
     with timing.quiet():
-        for _ in range(60):
+        for _ in range(rounds):
             once()
-    return {what: {"p50": statistics.median(s), "p99": Timing(tuple(s)).p99} for what, s in spans.items()}
+    return spans
 
 
 def first_step(library: Library, name: str, block: Block, unproven: bool, turn: str = "") -> dict[str, Any]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,18 @@ import click
 import torch
 
 from bench import results
+from bench.load import walked
 from bench.results import ROOT, figure
 from bench.whole import HOST_LOAD_US, HOST_PIECES
 from forge.service import compile_file
 from library.platform import Platform
 from library.store import Library
 from runtime import loader, system, timing
-from runtime.code import load_code
 from runtime.driver import Driver
-from runtime.executor import Program
 
 STUB = ROOT / "tests" / "runtime" / "stub_cuda.c"
-BLOCK, TARGET, ROUNDS = ROOT / "examples" / "rmsnorm_residual.json", "h100", 400
+BLOCK, TARGET = ROOT / "examples" / "rmsnorm_residual.json", "h100"
+ROUNDS, WARM = 400, 30
 HOPPER = {"cuda_cc": (9, 0), "driver": 13000, "cpu_level": 4}
 
 
@@ -58,36 +56,15 @@ def measure(place: Path, rounds: int = ROUNDS) -> dict[str, Any]:
 
 
 def _timed(library: Library, name: str, driver: Driver, rounds: int) -> dict[str, list[float]]:
-    device, spans = torch.device("cuda", 0), dict[str, list[float]]()
+    device = torch.device("cuda", 0)
     ours = system.machine("cpu", 0)
     machine = Platform(**HOPPER, torch=ours.torch, externs=ours.externs)
     driver.enter(0)
 
-    def timed(what: str, fn: Callable[[], Any]) -> Any:
-        begin = time.perf_counter_ns()
-        out = fn()
-        spans.setdefault(what, []).append((time.perf_counter_ns() - begin) / 1000)
-        return out
-
-    def once() -> None:
-        got = timed("read_and_verify", lambda: library.load(name))
-        timed("check_machine", lambda: loader.check_machine(got.container.head, machine, False))
-        launch = timed("decode", lambda: loader.launch_of(got))
-        code = timed("driver", lambda: load_code(launch, got.container.blobs, device, name=name, cuda=driver))
-        made = timed("program", lambda: Program(name, launch, code))
-        timed("prime", code.prime)
-        dims = tuple((d.tune or (d.min,))[0] for d in launch.interface.dims)
-        timed("bind", lambda: made.ready("inference", dims))
-        code.close()
-        driver.bury()
-
-    with timing.quiet():
-        for _ in range(30):
-            once()
-        spans.clear()
-        for _ in range(rounds):
-            once()
-    return spans
+    launch = loader.launch_of(library.load(name))
+    dims = tuple((d.tune or (d.min,))[0] for d in launch.interface.dims)
+    spans = walked(library, name, device, lambda _: machine, dims, WARM + rounds, cuda=driver)
+    return {what: taken[WARM:] for what, taken in spans.items()}
 
 
 @click.command()
