@@ -230,8 +230,10 @@ def judged(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row per artifact that was judged before the time was over; `jobs` at a time. Clean ones get all cases
     with the first of their seeds, the short list with the others. A fault that passed is looked for a witness
-    against (`tests/faults/witness.py`). `kept`: a file of rows, read first and added to."""
-    servers: queue.SimpleQueue[ForkServer] = queue.SimpleQueue()
+    against (`tests/faults/witness.py`). `kept`: a file of rows, read first and added to. `device`: one, or
+    several with commas between, which the judges share out."""
+    servers: queue.SimpleQueue[tuple[ForkServer, str]] = queue.SimpleQueue()
+    devices = device.split(",")
     begun: list[ForkServer] = []
     end, rows, commit = time.monotonic() + seconds, Kept(kept, planted), results.commit()[0]
 
@@ -240,27 +242,27 @@ def judged(
     def one(case: Planted) -> None:
         if time.monotonic() > end:
             return
-        server, seen = servers.get(), witness.Seen("", False)
+        (server, place), seen = servers.get(), witness.Seen("", False)
         try:
             data = (folder / case.file).read_bytes()
             short = quick or (not case.kind and case.seed > first)
-            found = judge(data, device, server, quick=short, seed=case.seed)
+            found = judge(data, place, server, quick=short, seed=case.seed)
             if case.by_value and found.passed:
                 clean = (folder / f"{case.block}.artifact").read_bytes()
-                seen = witness.find(clean, data, device, server, seed=case.seed)
+                seen = witness.find(clean, data, place, server, seed=case.seed)
         finally:
-            servers.put(server)
+            servers.put((server, place))
         if bool(case.kind) != (found.passed is False):
             say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
             say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
         told = {"witness": seen.place, "beyond": seen.fault, "full": not short, "commit": commit}
         rows.add({**_row(case, found), **told})
 
-    def start(_: int) -> None:
+    def start(at: int) -> None:
         server = ForkServer(packages=("gauntlet", "tests"))
         begun.append(server)  # first, so that it is closed whatever happens
         server.start()
-        servers.put(server)
+        servers.put((server, devices[at % len(devices)]))
 
     pool = ThreadPoolExecutor(jobs)
     try:
