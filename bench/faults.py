@@ -287,8 +287,9 @@ def _row(case: Planted, found: Judgement) -> dict[str, Any]:
     margin = stage.metrics.get("margin") if stage else None
     own = sum(s.metrics.get("own_seconds", 0.0) for s in found.stages)
     spent = {s.name: round(s.seconds, 2) for s in found.stages}
+    left_out = sum(s.metrics.get("cases_left_out", 0) for s in found.stages)
     told = {"stage": stage.name if stage else "", "margin": margin, "reason": found.reason[:160]}
-    times = {"seconds": round(found.seconds, 2), "spent": spent, "own": own}
+    times = {"seconds": round(found.seconds, 2), "spent": spent, "own": own, "left_out": left_out}
     return {**asdict(case), "passed": found.passed, **told, **times}
 
 

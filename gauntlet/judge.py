@@ -51,7 +51,7 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
     def emit(event: Mapping[str, Any]) -> None:
         os.write(result, word + json.dumps(event).encode() + b"\n")
 
-    subject = Subject(unpack(container), torch.device(job["device"]))
+    subject = Subject(unpack(container), settle(job["device"]))
     subject.hurry = bool(job["quick"])
     if case:
         subject.stored = {
@@ -62,11 +62,20 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device),
                   "cases": "quick" if job["quick"] else "full"})  # fmt: skip
-    if subject.device.type == "cpu" and subject.fixed_elements < MANY:
-        torch.set_num_threads(
-            1
-        )  # the determinism stage tries others; waking idle threads costs more than it saves
+    if subject.device.type != "cpu" or subject.fixed_elements < MANY:
+        # The determinism stage tries others; waking idle threads costs more than it saves, and beside a card
+        # the processor has small cases only.
+        torch.set_num_threads(1)
     return job, context
+
+
+def settle(name: str) -> torch.device:
+    """The device of a worker, which is the current one from then on: torch and the runtime make tensors on
+    the current card where they are not told another."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def run(arguments: int, result: int, spill: int) -> None:

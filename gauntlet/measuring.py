@@ -20,7 +20,7 @@ from gauntlet import workload
 from gauntlet.clock import CANARY, CardClock, CpuClock
 from gauntlet.exclusive import physical
 from gauntlet.jobs import decode_job
-from gauntlet.judge import confine, hardware
+from gauntlet.judge import confine, hardware, settle
 from gauntlet.nvbench import cold_medians
 from gauntlet.nvml import Card, Energy
 from gauntlet.report import UNMEASURED
@@ -50,7 +50,7 @@ def run(arguments: int, result: int, spill: int) -> None:
 
     with open(arguments, "rb") as file:
         job, _, container = decode_job(file.read())
-    subject = Subject(unpack(container), torch.device(job["device"]))
+    subject = Subject(unpack(container), settle(job["device"]))
     effort = Effort(**job["effort"])
     dims = workload.sizes(subject, job["quick"])
     card = Card(physical(str(subject.device)).partition(" ")[2]) if subject.device.type == "cuda" else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from gauntlet import inputs
+from gauntlet.judge import settle
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -18,7 +19,7 @@ from library.manifest import unpack
 
 def main(path: str, device: str) -> None:
     """Every plan and variant that small sizes reach."""
-    subject = Subject(unpack(Path(path).read_bytes()), torch.device(device))
+    subject = Subject(unpack(Path(path).read_bytes()), settle(device))
     subject.hurry = True
     for dims in subject.regions:
         recipe = Recipe("sanitizer", dims, cotangent="normal")

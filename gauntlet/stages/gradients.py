@@ -22,7 +22,7 @@ from torch import Tensor
 from esper_ir import oracle
 from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
-from gauntlet.stages.numerics import odd_dims, sizes
+from gauntlet.stages.numerics import DEEP, deep, odd_dims, sizes
 from gauntlet.subject import Subject
 
 DIRECTIONAL, PARAMETERS = "directional", "parameters"
@@ -34,8 +34,10 @@ HEAVY = (*((draw, "ones") for draw in ("above", "below", "tail", "dip")), ("abov
 nothing where its terms have either sign, and so is a fault of it; where they have one sign, roundings of the
 sum hide it, but for terms whose sums are exact. Each sign of leaves and cotangents once, and cotangents that
 are all alike. The rest of a row has its share only where its element outweighs the others."""
+SPARSE = (("ties", "few"), ("gaps", "gaps"))
+"""Leaves and cotangents with many zeros and equal values."""
 KEPT, KEPT_ELEMENTS = 96, 1 << 16
-"""Cases that are kept, and the most elements of the largest tensor of one."""
+"""Cases that are kept, and the most elements of the largest tensor of one; of larger ones the last."""
 STEP = 1e-6
 SLACK = 16.0
 """Times the deviation that eager's own gradient shows, plus rounding of the dot product."""
@@ -89,6 +91,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
                 yield replace(named, draw=draw)
         if subject.elements(dims) <= edges.ELEMENTS:
             yield from _together(subject, replace(base, dims=dims))
+    for dims in deep(context):
+        yield from _together(subject, replace(base, dims=dims), (("normal", "ones"), *SPARSE))
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):
@@ -101,13 +105,13 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
 
 
-def _together(subject: Subject, base: Recipe) -> Iterator[Recipe]:
+def _together(subject: Subject, base: Recipe, summed: Sequence[tuple[str, str]] = HEAVY) -> Iterator[Recipe]:
     """Every plan with leaves and cotangents that show something together: sums that are felt, or the ends of
     their types; the same values for all plans in a row."""
     every = subject.launch.interface.differentiable
     plans = [p.wanted for p in subject.plans("backward", base.dims)]
     asked = list(dict.fromkeys(tuple(n for n in every if n in wanted) for wanted in (every, *plans)))
-    for draw, cotangent in (*HEAVY, *ranges.pairs(subject)):
+    for draw, cotangent in (*summed, *ranges.pairs(subject)):
         for wanted in asked:
             yield replace(base, wanted=wanted, draw=draw, cotangent=cotangent)
 
@@ -177,8 +181,9 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
     exact = meaning.gradients(subject, meant, meant_flow, recipe.wanted, "float64")
     eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
     made = _Case(values, flowing, meant, meant_flow, exact, eager)
-    if subject.elements(recipe.dims) <= KEPT_ELEMENTS and not subject.heavy:
-        while len(kept) >= KEPT:
+    elements = subject.elements(recipe.dims)
+    if elements <= DEEP and not subject.heavy:
+        while len(kept) >= (KEPT if elements <= KEPT_ELEMENTS else 1):
             kept.pop(next(iter(kept)))
         kept[key] = made
     return made

@@ -22,6 +22,8 @@ RANGE_REFUSALS = ("E0813", "E0810")
 OUTSIDE = "outside"
 RESTS = 16
 """Sizes in a row that every plan and variant is tried with: every rest of a division by up to so many."""
+DEEP = 1 << 17
+"""Most elements of a tensor of the cases that are tried with many draws at large sizes."""
 TELLING = ("ties", "zeros", "gaps", "special", "shifted", "sunk", "below")
 """Draws that are tried with every plan and variant, also in a hurry."""
 
@@ -43,6 +45,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)
+    for dims in deep(context):
+        for draw in (*TELLING, *ranges.names(subject)):
+            yield replace(base, dims=dims, draw=draw)
     odd = odd_dims(subject)
     for draw in inputs.draws(subject, quick=True):
         yield replace(base, dims=odd, draw=draw, seed=context.seed + 1)
@@ -78,6 +83,18 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
             mixed = {n: s[(7 * turn + 3 * i) % len(s)] for i, (n, s) in enumerate(spread.items()) if s}
             if subject.admits({**base, **mixed}, subject.swept):
                 yield {**base, **mixed}
+
+
+def deep(context: Context) -> Iterator[dict[str, int]]:
+    """Each dim as large as the many cases may be: where a loop goes round, the code of its later turns sees
+    what the first turn sees elsewhere. None in a hurry."""
+    subject, base = context.subject, context.subject.base_dims()
+    if context.quick or subject.heavy:
+        return
+    for name in base:
+        admitted = [n for n in subject.sizes(name) if subject.admits({**base, name: n}, DEEP)]
+        if admitted and admitted[-1] > base[name]:
+            yield {**base, name: admitted[-1]}
 
 
 def _in_a_row(subject: Subject, name: str, quick: bool) -> Iterator[int]:

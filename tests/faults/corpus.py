@@ -175,6 +175,11 @@ class Block:
                     step = max([step, *(n for _, n in variant["guard"]["divisible"])])
         return low, high, step
 
+    def programs(self, kernel: str) -> int | None:
+        """Of every launch of a kernel along the first axis; None where that is no one number."""
+        found = {str(step["grid"][0]) for _, step, _ in self.launches(kernel)}
+        return int(found.pop()) if len(found) == 1 and "".join(found).isdigit() else None
+
     def roles(self, kernel: str) -> list[set[str]]:
         """What each argument of a kernel is over all launches: "leaf" (a tensor that the caller gives, also
         where it was saved), "output", "gradient", "cotangent", "saved", "temp", "size rows", ..."""

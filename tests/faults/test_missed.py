@@ -53,3 +53,15 @@ def test_one_element_where_eager_was_lucky(server: ForkServer) -> None:
     data = corpus.compiled(declared, "cpu").container
     found = judge(data, "cpu", server, seed=27, stages=("loads", "gradients"))
     assert found.passed, found.reason
+
+
+def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path: Path) -> None:
+    """A kernel that asks for the next rows early has their loads twice in its text: the first turn of its
+    loop says nothing about the others."""
+    name = "tanh_residual_40_f32"
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == name), "cpu")
+    late = [m for m in faults.KINDS["NaN on rare input"].mutants(block) if "rows >" in m.place]
+    chosen = [next(m for m in late if m.kernel.startswith(start)) for start in ("inf", "bwd0", "bwd2")]
+    for planted in faults._written(tmp_path, block, chosen, 0):
+        found = judge((tmp_path / planted.file).read_bytes(), "cpu", server, seed=2)
+        assert found.passed is False and "inf or NaN" in found.reason, (planted.kernel, found.reason)

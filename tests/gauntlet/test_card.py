@@ -114,3 +114,16 @@ def test_a_busy_card_blames_nobody(artifact: bytes, server: ForkServer) -> None:
         finally:
             other.kill()
     assert found.passed, found.reason
+
+
+def test_a_card_that_is_not_the_first(artifact: bytes) -> None:
+    """Every stage, gradients too, on the card that was asked for."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards: this test did NOT run")
+    with ForkServer() as server:
+        server.start()
+        found = judge(artifact, "cuda:1", server, quick=True)
+    assert found.passed, found.reason
+    assert {s.name for s in found.stages if s.outcome == "passed"} >= {"numerics", "gradients", "memory"}

@@ -142,7 +142,7 @@ def _races(block: Block) -> Iterator[Mutant]:
                 yield _instead(kind, kernel, text, m, shared, "volatile int64_t first, last;\n")
             for m in C_SUMS.finditer(text):
                 yield _instead(kind, kernel, text, m, "\n", f"volatile float {m[1]};\n")
-        for m in T_PARTIAL.finditer(text):
+        for m in T_PARTIAL.finditer(text) if block.programs(kernel) != 1 else ():
             yield _instead(kind, kernel, text, m, f"{m[1]}pid // 2{m[2]}")
 
 

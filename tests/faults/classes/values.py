@@ -11,6 +11,8 @@ from tests.faults.fault import FaultClass, Mutant
 from tests.faults.sites import SMALL, Site, of_role, only_subtracted, sites
 
 RESULTS = ("output", "gradient")
+FAR = 600
+"""Rows beyond which loops go round more than once."""
 GIVEN = ("leaf", "saved", "cotangent")
 
 
@@ -92,6 +94,11 @@ def _sign(site: Site) -> Changes:
 def _rare(site: Site) -> Changes:
     nan = '__builtin_nanf("")' if site.block.kind == "c" else "float('nan')"
     yield "NaN for zero", site.where(f"{site.value} == 0", nan, site.value), False
+    rows = site.rows()
+    if rows and site.block.rows_of(site.kernel)[1] > FAR:
+        joint = "&&" if site.block.kind == "c" else "&"
+        far = f"({site.value} == 0) {joint} ({rows} > {FAR})"
+        yield f"NaN for zero, rows > {FAR}", site.where(far, nan, site.value), False
 
 
 def _constant_flow(site: Site) -> Changes:
