@@ -92,7 +92,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         if subject.elements(dims) <= edges.ELEMENTS:
             yield from _together(subject, replace(base, dims=dims))
     for dims in deep(context):
-        yield from _together(subject, replace(base, dims=dims), (("normal", "ones"), *SPARSE))
+        yield from _together(subject, replace(base, dims=dims), (*HEAVY, ("normal", "ones"), *SPARSE))
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):

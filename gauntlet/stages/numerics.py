@@ -7,6 +7,7 @@ range, and layouts without a kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -39,14 +40,14 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     for draw in ranges.names(subject):
         yield replace(base, draw=draw)
     for dims in subject.regions[1:]:
-        for draw in TELLING if context.quick else inputs.draws(subject, quick=True):
+        for draw in TELLING if context.quick else inputs.draws(subject, quick=False):
             yield replace(base, dims=dims, draw=draw)
         for draw in ranges.names(subject) if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)
     for dims in deep(context):
-        for draw in (*TELLING, *ranges.names(subject)):
+        for draw in (*inputs.draws(subject, quick=False), *ranges.names(subject)):
             yield replace(base, dims=dims, draw=draw)
     odd = odd_dims(subject)
     for draw in inputs.draws(subject, quick=True):
@@ -86,15 +87,17 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
 
 
 def deep(context: Context) -> Iterator[dict[str, int]]:
-    """Each dim as large as the many cases may be: where a loop goes round, the code of its later turns sees
-    what the first turn sees elsewhere. None in a hurry."""
+    """Each dim as large as every region allows, and the many cases: where a loop goes round, the code of its
+    later turns sees what the first turn sees elsewhere. None in a hurry."""
     subject, base = context.subject, context.subject.base_dims()
     if context.quick or subject.heavy:
         return
     for name in base:
+        starts = sorted({dims[name] for dims in subject.regions if {**base, name: dims[name]} == dims})
         admitted = [n for n in subject.sizes(name) if subject.admits({**base, name: n}, DEEP)]
-        if admitted and admitted[-1] > base[name]:
-            yield {**base, name: admitted[-1]}
+        ends = [max((n for n in admitted if n < above), default=0) for above in (*starts[1:], math.inf)]
+        for size in sorted({n for start, n in zip(starts, ends, strict=True) if n > start}):
+            yield {**base, name: size}
 
 
 def _in_a_row(subject: Subject, name: str, quick: bool) -> Iterator[int]:

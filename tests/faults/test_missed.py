@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import faults
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
+from gauntlet.stage import Context
+from gauntlet.stages.numerics import deep
+from gauntlet.subject import Subject
+from library.manifest import unpack
 from tests.faults import corpus
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -65,3 +70,12 @@ def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path:
     for planted in faults._written(tmp_path, block, chosen, 0):
         found = judge((tmp_path / planted.file).read_bytes(), "cpu", server, seed=2)
         assert found.passed is False and "inf or NaN" in found.reason, (planted.kernel, found.reason)
+
+
+def test_every_region_is_tried_where_it_ends() -> None:
+    """A kernel for few rows goes round its loop too, near the sizes where another takes over."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "layer_norm_72_f32"), "h100")
+    subject = Subject(unpack(block.container), torch.device("cpu"))
+    tried = [d["rows"] for d in deep(Context(subject, lambda event: None, False, 0, threads=1))]
+    ends = {bound.high for plan in subject.launch.plans for bound in plan.bucket}
+    assert len(ends) > 1 and min(ends) in tried and max(tried) > 10 * subject.base_dims()["rows"]

@@ -32,6 +32,7 @@ from esper_ir.types import TensorType
 from gauntlet.inputs import COTANGENT
 from gauntlet.isolate import FINISHED, ForkServer, Limits
 from gauntlet.jobs import decode_job, encode_job
+from gauntlet.judge import settle
 from gauntlet.stage import Context, Failed, Recipe, Sweep
 from gauntlet.stages import gradients, numerics
 from gauntlet.subject import Subject
@@ -159,7 +160,7 @@ def other(a: Tensor, b: Tensor) -> bool:
 def search(arguments: int, result: int, spill: int) -> None:
     """A worker: the mutant is the artifact of the job, the clean artifact lies in the place of the case."""
     job, clean, mutant = decode_job(os.pread(arguments, os.fstat(arguments).st_size, 0))
-    device = torch.device(job["device"])
+    device = settle(job["device"])
     torch.set_num_threads(1)
     right, changed = (Subject(unpack(data), device) for data in (clean, mutant))
 
