@@ -14,7 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
-from gauntlet import edges, hosted, ranges
+from gauntlet import edges, hosted, lone, ranges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -99,7 +99,7 @@ def _drawn(subject: Subject, recipe: Recipe, where: torch.device) -> dict[str, T
     drawn = {v.name: _leaf(subject, recipe, v, limits.get(v.name), where) for v in leaves}
     if recipe.draw.startswith(edges.DRAW):
         drawn = edges.moved(subject, recipe.draw, drawn, _seed(recipe, edges.DRAW))
-    return drawn
+    return lone.alone(subject, recipe.draw, drawn) if recipe.draw.startswith(lone.DRAW) else drawn
 
 
 def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch.device) -> Tensor:
@@ -107,7 +107,8 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if leaf.kind == "constant":
         return constant_value(leaf).to(where)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
-    recipe = replace(recipe, draw=ranges.of_leaf(recipe.draw, leaf.name))
+    how = (lone if recipe.draw.startswith(lone.DRAW) else ranges).of_leaf(recipe.draw, leaf.name)
+    recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed, where.type)
     if fixed and key in subject.kept:

@@ -44,13 +44,14 @@ elements."""
 
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     """Draws of this block, leaf by leaf."""
-    return ["small", *(f"{h} {n}" for n in _leaves(subject) for h in _possible(subject, how))]
+    return ["small", *(f"{h} {n}" for n in leaves(subject) for h in _possible(subject, how))]
 
 
-def _leaves(subject: Subject) -> list[str]:
-    leaves = [n for n, kind, t in subject.leaves if t.dtype.is_floating and kind != "constant"]
-    step = -(-len(leaves) // LEAVES)
-    return leaves[:: max(step, 1)]
+def leaves(subject: Subject) -> list[str]:
+    """Floating leaves that are given; spread over them where there are many."""
+    found = [n for n, kind, t in subject.leaves if t.dtype.is_floating and kind != "constant"]
+    step = -(-len(found) // LEAVES)
+    return found[:: max(step, 1)]
 
 
 def cotangents(subject: Subject) -> list[str]:
@@ -63,11 +64,11 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     flows back alone."""
     with_leaves = {INFINITE: FEW, FAR: FEW, "subnormal": "huge"}
     with_cotangents = {INFINITE: FEW, FEW: "ties"}
-    leaves = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
+    given = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
     flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
-    signs = [f"{TURNED} {n}" for n in _leaves(subject)]
+    signs = [f"{TURNED} {n}" for n in leaves(subject)]
     more = [(draw, c) for c in cotangents(subject) if c == INFINITE for draw in ("normal", *signs)]
-    return [("zeros", "normal"), *more, *flowing, *leaves]
+    return [("zeros", "normal"), *more, *flowing, *given]
 
 
 def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
+from gauntlet import accuracy, edges, hosted, inputs, lone, meaning, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -37,17 +37,18 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for draw in edges.names(subject):
         yield replace(base, draw=draw, dims=edges.dims(subject))
-    for draw in ranges.names(subject):
+    ends = [*ranges.names(subject), *lone.names(subject)]
+    for draw in ends:
         yield replace(base, draw=draw)
     for dims in subject.regions[1:]:
         for draw in TELLING if context.quick else inputs.draws(subject, quick=False):
             yield replace(base, dims=dims, draw=draw)
-        for draw in ranges.names(subject) if subject.elements(dims) <= edges.ELEMENTS else ():
+        for draw in ends if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)
     for dims in deep(context):
-        for draw in (*inputs.draws(subject, quick=False), *ranges.names(subject)):
+        for draw in (*inputs.draws(subject, quick=False), *ends):
             yield replace(base, dims=dims, draw=draw)
     odd = odd_dims(subject)
     for draw in inputs.draws(subject, quick=True):

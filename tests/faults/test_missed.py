@@ -60,6 +60,16 @@ def test_one_element_where_eager_was_lucky(server: ForkServer) -> None:
     assert found.passed, found.reason
 
 
+def test_small_weights_beside_a_bias(server: ForkServer, tmp_path: Path) -> None:
+    """Taken for zero they are lost in any rounding of what is added, where that is not zero itself."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "scale_shift_40_f32"), "cpu")
+    small = [m for m in faults.KINDS["range cut at an end"].mutants(block) if "1: tiny" in m.place]
+    for planted in faults._written(tmp_path, block, [m for m in small if m.kernel == "inf0_0_g"], 0):
+        found = judge((tmp_path / planted.file).read_bytes(), "cpu", server, quick=True, seed=2)
+        assert found.passed is False and ", lone w: " in found.reason, found.reason
+    assert small
+
+
 def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path: Path) -> None:
     """A kernel that asks for the next rows early has their loads twice in its text: the first turn of its
     loop says nothing about the others."""
