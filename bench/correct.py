@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,25 @@ class Truth:
     names: list[str]
     lengths: list[int]
 
+    def facts(self, got: list[Tensor]) -> dict[str, Any]:
+        """`correct`; where it is not `why`, and `single`: whether single elements alone are off."""
+        found = list(self._found(got))
+        wrong = [(name, one) for name, one in found if not one.passed]
+        if not wrong:
+            return {"correct": True}
+        single = all(one.where is not None and one.rmse_margin <= 1.0 for _, one in wrong)
+        return {"correct": False, "why": f"{wrong[0][0]}: {wrong[0][1].reason}", "single": single}
+
     def why_wrong(self, got: list[Tensor]) -> str:
         """Empty when every tensor passes."""
+        return next((f"{name}: {one.reason}" for name, one in self._found(got) if not one.passed), "")
+
+    def _found(self, got: list[Tensor]) -> Iterator[tuple[str, oracle.Comparison]]:
         for name, one, exact, eager, length in zip(
             self.names, got, self.exact, self.eager, self.lengths, strict=True
         ):
             kind = DType(str(eager.dtype).removeprefix("torch."))
-            found = oracle.compare(one, exact, eager, length, kind)
-            if not found.passed:
-                return f"{name}: {found.reason}"
-        return ""
+            yield name, oracle.compare(one, exact, eager, length, kind)
 
 
 def truth(path: Path, fn: Callable[..., Tensor], args: list[Tensor], cotangent: Tensor) -> Truth:

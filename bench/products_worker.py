@@ -112,15 +112,15 @@ class Share:
             try:
                 impl = self._peer(name, ready) if row is None else self._ours(row, ready, library)
                 with self.held():
-                    why = against.why_wrong(results(impl.fn, impl.args, impl.cotangent))
+                    facts = against.facts(results(impl.fn, impl.args, impl.cotangent))
             except Exception as error:  # one that cannot take part: the others do
                 ready.failed[name] = f"{type(error).__name__}: {error}"[:300]
                 continue
-            impl.facts |= {"correct": not why, **({"why": why} if why else {})}
+            impl.facts |= facts
             if not name.startswith(OWN):
                 ready.impls[name] = impl
-            elif why:
-                ready.failed[name] = why
+            elif not facts["correct"]:
+                ready.failed[name] = facts["why"]
             else:
                 ready.own[name] = impl
         return ready

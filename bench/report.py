@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from bench.figures import best_peer, groups, is_ours
+from bench.figures import best_peer, counts, groups, is_ours
 from bench.merge import take
 from bench.results import RESULTS, newest, short_card
 from docs import build, measured
@@ -41,7 +41,7 @@ def bars(document: Mapping[str, Any], quantity: str) -> list[tuple[str, list[tup
 
 def _bar(row: Mapping[str, Any], quantity: str, best: bool) -> tuple[str, float, str]:
     kind = "ours" if is_ours(row) else "peer" if best else "other"
-    return str(row["impl"]), float(row[f"{quantity}_ms"]), COLOURS[kind if row.get("correct") else "wrong"]
+    return str(row["impl"]), float(row[f"{quantity}_ms"]), COLOURS[kind if counts(row) else "wrong"]
 
 
 def svg(document: Mapping[str, Any]) -> str:

@@ -139,8 +139,7 @@ class Work:
         impl = self.impls[name]
         with self.held():
             got = results(impl.fn, impl.args, impl.cotangent)
-            why = against.why_wrong(got)
-        impl.facts |= {"correct": not why, **({"why": why} if why else {})}
+            impl.facts |= against.facts(got)
         if name.startswith(OURS):
             impl.facts["digests"] = dict(zip(against.names, map(digest, got), strict=True))
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import figures
+
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 Key = tuple[str, str, str]
 
@@ -102,8 +104,7 @@ def beside(rows: list[dict[str, Any]], field: str) -> tuple[float, str]:
     """The best peer's time over ours, and the cells: our time, the peer's with its name, the ratio."""
     ours = next((r for r in rows if r["impl"].startswith("esper")), {})
     mine = ours.get(field) if ours.get("correct") else None
-    peers = [r for r in rows if not r["impl"].startswith("esper") and r.get("correct") and r.get(field)]
-    best = min(peers, key=lambda r: r[field], default=None)
+    best = figures.best_peer(rows, field)
     theirs = "-" if best is None else f"{best[field]:.3f} {best['impl']}{_of_run(best)}"
     if mine is None or best is None:
         return 0.0, f"{'no figure' if mine is None else format(mine, '.3f')} | {theirs} | -"
@@ -155,7 +156,7 @@ def newest_rows(found: Iterable[dict[str, Any]]) -> dict[Key, tuple[dict[str, An
                     document,
                     [_or_earlier(row, known.get((document["card"], row["impl"]))) for row in rows],
                 )
-            timed = [row for row in rows if row["wall_ms"] is not None and row.get("correct")]
+            timed = [row for row in rows if row["wall_ms"] is not None and figures.counts(row)]
             peers.setdefault(key, []).extend(
                 (document, {**row, "run": name_of(document)})
                 for row in timed
@@ -190,14 +191,16 @@ def block_table(found: list[dict[str, Any]]) -> list[str]:
 
 
 def cell(row: dict[str, Any] | None) -> str:
-    """Times; "wrong" for a result that is off, and the reason for one that did not come at all."""
+    """Times, with "~" where single elements are off; "wrong" for a result that is off as a whole, and the
+    reason for one that did not come."""
     if row is None:
         return "-"
-    if not row.get("correct", True):
+    if not figures.counts({"correct": True, **row}):
         measured = row.get("dev_ms") is not None or row.get("wall_ms") is not None
         return "wrong" if measured or not row.get("why") else str(row["why"])[:40]
     times = (row.get("dev_ms"), row.get("wall_ms"))
-    return " / ".join("-" if time is None else f"{time:.3f}" for time in times) + _of_run(row)
+    single = "" if row.get("correct", True) else " ~"
+    return " / ".join("-" if time is None else f"{time:.3f}" for time in times) + single + _of_run(row)
 
 
 def _of_run(row: dict[str, Any]) -> str:
