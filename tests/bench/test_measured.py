@@ -60,7 +60,7 @@ def test_the_summary_stands_beside_the_fastest_right_peer(tmp_path: Path) -> Non
 
 
 def test_a_peer_that_is_off_in_single_elements_still_counts(tmp_path: Path) -> None:
-    """Another place to round falls on the other side of a kink here and there; ours has to be right in all."""
+    """Another place to round falls on the other side of a kink here and there; ours has to be right."""
     off: dict[str, Any] = {
         "correct": False,
         "why": "d(x): element [1, 2] is off by 1e-3, 9.00 x its bound (1.0)",
