@@ -358,15 +358,16 @@ def _expanded(tensor: Tensor) -> Tensor:
     return tensor[:1].contiguous().expand(tensor.shape) if tensor.ndim and tensor.shape[0] else tensor
 
 
+EXPANDED = "expanded"
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "dense": lambda t: t.contiguous(),
     "strided": _strided,
     "transposed": _transposed,
     "offset": lambda t: _at_offset(t, 64),
     "misaligned": lambda t: _at_offset(t, 1),
-    "expanded": _expanded,
+    EXPANDED: _expanded,
 }
-"""How a tensor lies in memory, by name. All but "expanded" keep its values."""
+"""How a tensor lies in memory, by name. All but `EXPANDED` keep its values."""
 
 
 @dataclass(frozen=True)

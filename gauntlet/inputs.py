@@ -88,6 +88,8 @@ def case(subject: Subject, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str,
     """A tensor per leaf, twice: as the artifact gets it, and as the reference takes it, dense and where that
     is computed. Drawn on the CPU, so that every device gets the same."""
     meant = _drawn(subject, recipe, hosted.device(subject, recipe.dims))
+    if recipe.layout == oracle.EXPANDED:  # the one layout with other values than were drawn
+        meant = {n: _laid_out(recipe, t).contiguous() for n, t in meant.items()}
     return {n: _laid_out(recipe, t.to(subject.device)) for n, t in meant.items()}, meant
 
 
