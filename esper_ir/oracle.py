@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper_ir.expand import expand
 from esper_ir.graph import Graph, Node
-from esper_ir.opdef import Contraction, Opaque, Reduction
+from esper_ir.opdef import Contraction, Opaque, Reduction, Scan
 from esper_ir.positions import index_limits as index_limits
 from esper_ir.registry import lookup
 from esper_ir.types import Dim, DimSpec, DType, TensorType
@@ -239,7 +239,7 @@ def _rms_of(pieces: Sequence[Tensor]) -> float:
 
 def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Largest number of roundings in the compute type on a way from an input to an output: the sum over its
-    reductions and contractions of the elements they add up, and one for every other operator.
+    reductions, contractions and scans of the elements they add up, and one for every other operator.
     """
     flat = expand(graph)
     depth: dict[str, int] = {}
@@ -259,6 +259,8 @@ def terms(graph: Graph, node: Node, sizes: Mapping[str, int]) -> int:
         return max(1, math.prod(first.shape[d].value(sizes) for d in node.attr("dims")))
     if isinstance(lowering, Contraction) and first is not None:
         return max(1, first.shape[-1].value(sizes))
+    if isinstance(lowering, Scan) and first is not None:
+        return max(1, first.shape[node.attr("dim")].value(sizes))
     cost = lookup(node.op).cost
     if isinstance(lowering, Opaque) and cost is not None:
         operands = [graph.types[r] if isinstance(r, str) else r for r in node.inputs]

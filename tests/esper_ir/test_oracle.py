@@ -131,6 +131,16 @@ def test_accumulation_length() -> None:
     assert accumulation_length(graph_of("rmsnorm_residual"), {"rows": 8}) >= 4096
 
 
+@pytest.mark.parametrize("op", ["cumsum", "cumprod", "logcumsumexp", "linear_scan"])
+def test_a_scan_adds_up_the_elements_of_its_axis(op: str) -> None:
+    """The last of a row is a sum of all of it, whatever came out on the way."""
+    b = Builder("scan")
+    b.dim("n", max=4096)
+    operands = [b.input(name, "float32", [3, "n"]) for name in ("a", "x")][op != "linear_scan" :]
+    graph = typed(b.build(b.op(op, *operands, dim=1)))
+    assert accumulation_length(graph, {"n": 300}) >= 300 > accumulation_length(graph, {"n": 30}) >= 30
+
+
 def test_table_follows_the_formats() -> None:
     for dtype, row in BOUNDS.items():
         info = torch.finfo(getattr(torch, dtype.value))
