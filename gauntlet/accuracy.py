@@ -9,7 +9,7 @@ is larger, and with what two ways to compute the same in float64 are apart: nobo
 Where inf or NaN came in, what comes out may depend on how a composite is written: torch's group norm computes
 x a + (b - mean a), which is inf - inf for an infinite weight, where (x - mean) a + b is inf. There the
 primitives that the composite stands for are as good a meaning as torch's own form of it, and so are the
-gradients by the blueprint's own rules.
+gradients by the blueprint's own rules, and what either gives for values one rounding away.
 
 Where exponentials are far apart, an element may be nothing beside the others of its tensor and still known to
 its last digits. `small_ones` holds such elements by themselves. docs/bounds.md derives all of it.
@@ -115,8 +115,10 @@ def _many(errors: Tensor, exact: Tensor) -> bool:
 
 def _by_other_forms(row: Row, others: Others) -> Row:
     """The row with another form's result wherever the result is inf, NaN or finite as it is there and not as
-    torch's form is."""
-    for form in others.forms:
+    torch's form is. Values one rounding away are such forms too: which of two equal distances is the smaller
+    is decided by their roundings, and an infinite cotangent flows to that one only."""
+    draws = (functools.partial(others.nearby, at) for at in range(SHAKES + MORE_SHAKES))
+    for form in (*others.forms, *draws):
         label, got, exact, eager = row
         kind, meant = oracle.classes(got), oracle.classes(exact.to(got.dtype))
         if bool((kind == meant).all()):

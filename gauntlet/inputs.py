@@ -209,9 +209,9 @@ def _laid_out(recipe: Recipe, tensor: Tensor) -> Tensor:
 
 
 def cotangent_kinds(subject: Subject) -> list[str]:
-    """Ways in which gradients flow back; with several outputs also each of them absent."""
-    absent = [f"none:{name}" for name in subject.blueprint.outputs] if len(subject.results) > 1 else []
-    return [*COTANGENTS, *absent]
+    """Ways in which gradients flow back; with several floating outputs also each of them absent."""
+    floating = [name for name, _, kind in subject.results if kind.dtype.is_floating]
+    return [*COTANGENTS, *(f"none:{name}" for name in floating if len(floating) > 1)]
 
 
 def cotangents(subject: Subject, recipe: Recipe, where: torch.device | None = None) -> list[Tensor | None]:

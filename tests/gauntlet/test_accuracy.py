@@ -78,6 +78,34 @@ def test_an_infinite_weight_of_a_group_norm() -> None:
     assert not torch.equal(accuracy._by_other_forms(wrong, others)[2][:, 13], flat[:, 13])
 
 
+def test_an_infinite_cotangent_flows_to_the_smaller_of_equal_distances() -> None:
+    """Both are the root of 2.5 but for roundings. Where neither is the smaller, as torch and float64 have it
+    here, both get the gradient: inf - inf in x. A kernel whose sum is rounded otherwise has inf there."""
+    b = Builder("tie")
+    b.dim("rows", max=64)
+    x, y, z = (b.input(name, "float32", ["rows", 7]) for name in "xyz")
+    blueprint = b.build(b.triplet_margin_loss(x, y, z, swap=True))
+    given = corpus.compiled(json.loads(text.render(blueprint)), "cpu")
+    block = Subject(unpack(given.container), torch.device("cpu"))
+    values = {
+        "x": torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0]]),
+        "y": torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]]),
+        "z": torch.tensor([[0.5, 1.0, 0.0, 0.5, 0.0, 0.0, 1.0]]),
+    }
+    recipe, flowing = Recipe("gradients", {"rows": 1}, wanted=("x",)), [torch.tensor(torch.inf)]
+    exact = meaning.gradients(block, values, flowing, ("x",), "float64")["x"]
+    assert int(exact.isnan().sum()) == 3
+    others = accuracy.Others(lambda turn: meaning.rounded(block, values, flowing, turn), ())
+
+    def passed(got: torch.Tensor) -> bool:
+        return isinstance(accuracy.all_of(block, recipe, [("d(x)", got, exact, exact.float())], others), Passed)
+
+    y_is_nearer = torch.tensor([[1.0, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0]]) * torch.inf
+    assert passed(exact.float()) and passed(y_is_nearer)
+    assert not passed(-y_is_nearer) and not passed(torch.zeros(1, 7))
+    assert not passed(torch.full((1, 7), torch.nan))
+
+
 def test_a_lucky_eager_does_not_condemn_roundings_of_the_declared_type() -> None:
     """Of three images one passes the relu: a row of d(down.weight) has one error, that of the sum which came
     through a cast to bfloat16. Eager, here as right as the type can be, does not show it."""
