@@ -158,11 +158,15 @@ def shaken(
     subject: Subject, graph: Graph, given: Mapping[str, Tensor], turn: int, *, declared: bool = False
 ) -> dict[str, Tensor]:
     """Every value of the graph in float64, with random roundings as `rounded` says; of the compute type
-    alone unless `declared`."""
+    alone unless `declared`. In every second draw one operator rounds equal values alike, as it does in truth:
+    two that share a maximum stay equal there, and what is rounded after them is seen."""
     generator = torch.Generator().manual_seed(1009 * turn + 1)
+    alike = turn % 2 == 1
 
     def moved(value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None) -> Tensor:
         noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
+        if alike and count == 1:
+            noise = noise.flatten()[torch.unique(value, return_inverse=True)[1]]
         by = subject.roundoff * math.sqrt(count)
         share = max(by, least)
         own = value * (1 + share * noise)

@@ -106,6 +106,15 @@ def test_an_infinite_cotangent_flows_to_the_smaller_of_equal_distances() -> None
     assert not passed(torch.full((1, 7), torch.nan))
 
 
+def test_equal_values_are_rounded_alike_in_every_second_draw(subject: Subject) -> None:
+    """Two far elements that are a row's maximum together share it in a kernel too."""
+    x = torch.randn(3, 40, dtype=torch.float64)
+    x[:, 7] = x[:, 31] = 1e9 / 3
+    found = [meaning.shaken(subject, subject.flat, {"x": x}, turn)["y"] for turn in range(4)]
+    assert [bool((y[:, 7] == y[:, 31]).all()) for y in found] == [False, True, False, True]
+    assert float(found[1][:, 7].min()) > 0.49
+
+
 def test_a_lucky_eager_does_not_condemn_roundings_of_the_declared_type() -> None:
     """Of three images one passes the relu: a row of d(down.weight) has one error, that of the sum which came
     through a cast to bfloat16. Eager, here as right as the type can be, does not show it."""
