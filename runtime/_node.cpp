@@ -21,6 +21,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -442,7 +443,7 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t n) {
     key.clear();
     bool asked = false;
     if (!take(*shared, args[1], slots, key, asked) || elsewhere(shared->index)) Py_RETURN_NONE;
-    asked = asked && at::GradMode::is_enabled();
+    asked = asked && at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled();
     std::shared_ptr<Entry> entry = block->last;
     if (!entry || key != block->last_key) {
         auto found = block->entries.find(key);

@@ -247,7 +247,7 @@ class Block(nn.Module):
         try:
             if self._index >= 0 and _current_device() != self._index:
                 return self._elsewhere(tensors)
-            grad = torch.is_grad_enabled()
+            grad = functions.records()
             found = lookup(state.memo.hot, tensors, state.types, grad)
             if found is None:
                 if any(t.__class__ not in PLAIN for t in tensors):
@@ -268,7 +268,7 @@ class Block(nn.Module):
             entry.program.code.prime()
             self._seat(entry.program)
         with torch.cuda.device(self._index):
-            grad = torch.is_grad_enabled()
+            grad = functions.records()
             return _launch(self._state, self._state.choose(tensors, grad), tensors)
 
     def _moved(self, tensors: list[Tensor]) -> bool:
@@ -287,7 +287,7 @@ class Block(nn.Module):
         return self._operate([*inputs, *[self._leaf(name) for name in self._own_names]])
 
     def _operate(self, tensors: list[Tensor], turned: int = 0) -> Any:
-        mask = mask_of(tensors, self._can) if torch.is_grad_enabled() else 0
+        mask = mask_of(tensors, self._can) if functions.records() else 0
         found = torch.ops.esper.fwd(self._name, mask, tensors, turned)
         count = len(self._state.program.interface.outputs)
         return found[0] if count == 1 else tuple(found[:count])

@@ -23,8 +23,15 @@ from runtime.watch import Watched
 
 Mask = tuple[bool, ...]
 Saved = tuple[tuple[int, str, torch.Size, torch.dtype], ...]
+_is_compiling = torch.compiler.is_compiling
 PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Classes whose tensors are what they seem; others dispatch, and take the operators."""
+
+
+def records() -> bool:
+    """Whether torch records a graph. Inference mode never does, also under `torch.enable_grad` inside it; a
+    trace asks for the gradient mode alone, since it cannot ask for the other."""
+    return torch.is_grad_enabled() and (_is_compiling() or not torch.is_inference_mode_enabled())
 
 
 class Gradients:

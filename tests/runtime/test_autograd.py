@@ -119,6 +119,19 @@ def test_transforms_and_forward_mode_are_refused(put: Put) -> None:
         refusal("E0817", fn, torch.autograd.forward_ad.make_dual(torch.randn(3, a.N), torch.ones(3, a.N)), w)
 
 
+@DISPATCH
+def test_inference_mode_records_no_graph_whatever_is_enabled_inside(put: Put, dispatch: str) -> None:
+    block = runtime.load(put_two_way(put), functional=True, dispatch=dispatch)
+    x, w, r = (torch.randn(shape, requires_grad=True) for shape in ((5, a.N), (a.N,), (5, a.N)))
+    wanted = block(x, w, r)
+    for _ in range(2):  # the second call of a size is not answered by Python
+        with torch.inference_mode(), torch.enable_grad():
+            found = block(x * 1, w, r)
+        assert all(t.is_inference() and not t.requires_grad for t in found)
+        assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
+    assert all(t.requires_grad for t in block(x, w, r))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compile_without_a_break(put: Put, dynamic: bool | None) -> None:
     block = runtime.load(put())
