@@ -88,7 +88,8 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
         return off
 
     def again(off: Tensor) -> oracle.Comparison:
-        near = torch.where(torch.isfinite(exact), exact + torch.maximum(error, off), exact)
+        fine = torch.isfinite(exact) & torch.isfinite(eager)  # elsewhere eager may stand for either
+        near = torch.where(fine, exact + torch.maximum(error, off), eager.double())
         return compare(subject, recipe, (label, got, exact, near))
 
     moved = moved_by(range(SHAKES), torch.zeros_like(error))

@@ -163,13 +163,16 @@ def shaken(
     generator = torch.Generator().manual_seed(1009 * turn + 1)
     alike = turn % 2 == 1
 
-    def moved(value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None) -> Tensor:
+    def moved(
+        value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None, grid: float = 0.0
+    ) -> Tensor:
         noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
         if alike and count == 1:
             noise = noise.flatten()[torch.unique(value, return_inverse=True)[1]]
         by = subject.roundoff * math.sqrt(count)
         share = max(by, least)
-        own = value * (1 + share * noise)
+        below = (value.abs() >= grid / 2) & (share * value.abs() < grid / 2)  # among the subnormal numbers
+        own = torch.where(below, value + grid / 2 * noise, value * (1 + share * noise))
         if size is None:
             return own
         return torch.where(by * size > share * value.abs(), value + by * size * noise, own)
@@ -182,7 +185,8 @@ def shaken(
         if kind is not None and kind in oracle.BOUNDS:
             narrow, least = getattr(torch, kind.value), oracle.BOUNDS[kind].roundoff
         held = value == value.to(computed).to(narrow)
-        return torch.where(held, value, moved(value, count, least, size))
+        info = torch.finfo(narrow)
+        return torch.where(held, value, moved(value, count, least, size, info.smallest_normal * info.eps))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
         if not _rounds(node) and not (declared and _narrows(graph, node)):

@@ -115,6 +115,39 @@ def test_equal_values_are_rounded_alike_in_every_second_draw(subject: Subject) -
     assert float(found[1][:, 7].min()) > 0.49
 
 
+def test_what_eager_may_overflow_to_is_right_in_the_second_look_too(subject: Subject) -> None:
+    """inf - inf beside a sum of few terms: neither look alone excuses both."""
+    exact = torch.full((4, 8), 0.5, dtype=torch.float64)
+    exact[0, 0], eager = -torch.inf, exact.float()
+    eager[0, 0] = torch.nan
+    others = accuracy.Others(lambda turn: {"y": exact + 1e-5}, [])
+
+    def passed(place: float) -> bool:
+        got = exact.float() + 5e-6
+        got[0, 0] = place
+        row = ("y", got, exact, eager)
+        return accuracy.judged(subject, Recipe("numerics", {"rows": 4, "cols": 8}), row, others).passed
+
+    assert passed(torch.nan) and passed(-torch.inf) and not passed(torch.inf) and not passed(1.0)
+
+
+def test_a_subnormal_number_is_rounded_to_the_grid_of_its_type() -> None:
+    """Of a product in bfloat16 near 1e-39 a rounding is 5e-41, not a 256th of it."""
+    b = Builder("small")
+    b.dim("rows", max=64)
+    x, w = b.input("x", "bfloat16", ["rows", 64]), b.input("w", "bfloat16", ["rows", 64])
+    graph = verify.typed(b.build(x * w))
+    block = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    values = {"x": (torch.rand(8, 64) * 1e-20).bfloat16(), "w": (torch.rand(8, 64) * 1e-19).bfloat16()}
+    exact = evaluate(graph, values, precision="float64")
+    found = meaning.shaken(block, graph, values, 0, declared=True)
+    (name,) = exact
+    off = (found[name] - exact[name]).abs()
+    spacing = torch.finfo(torch.bfloat16).smallest_normal * torch.finfo(torch.bfloat16).eps
+    assert 0.4 * spacing < float(off.max()) <= 0.51 * spacing
+    assert bool((found[name] >= 0).all())
+
+
 def test_a_lucky_eager_does_not_condemn_roundings_of_the_declared_type() -> None:
     """Of three images one passes the relu: a row of d(down.weight) has one error, that of the sum which came
     through a cast to bfloat16. Eager, here as right as the type can be, does not show it."""
