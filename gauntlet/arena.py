@@ -1,8 +1,8 @@
 """Memory with a fence around it: what a kernel writes beyond its buffers, or reads there, becomes visible.
 
 zones   bytes on both sides are filled at random and compared after the launch; any device
-pages   (CPU) the pages on both sides may not be touched, so that a stray access, even a read, is a signal;
-        `end` puts the buffer against the upper page, `start` against the lower one
+pages   (CPU) the pages on both sides may not be touched, so that a stray access, even a read, is a signal,
+        and inputs may not be written; `end` puts the buffer against the upper page, `start` against the lower one
 """
 
 from __future__ import annotations
@@ -143,6 +143,9 @@ class Zones:
         self._fences.append(_Fence(name, whole, zone, size, lead, before, after))
         return whole[lead : lead + size].view(dtype).reshape(shape)
 
+    def seal(self) -> None:
+        """Nothing: writes to inputs are found afterwards."""
+
     def sides(self) -> list[Pair]:
         """Of every fence what must be as it was, beside what it was."""
         return [side for fence in self._fences for side in fence.sides()]
@@ -152,12 +155,18 @@ class Zones:
         return "; ".join(found for fence in self._fences if (found := fence.breach()))
 
 
+def _protect(start: int, size: int, rights: int) -> None:
+    if _libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(size), rights):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
 class Pages:
     """Allocates tensors between untouchable pages (CPU). They live as long as this object."""
 
     def __init__(self, seed: int, side: str = "end") -> None:
         self.side, self.seed = side, seed
         self._maps: list[mmap.mmap] = []
+        self._inner: list[tuple[int, int]] = []
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, shift: int = 0) -> Tensor:
         """Poisoned tensor of `shape` against the guard page of the chosen side."""
@@ -166,9 +175,9 @@ class Pages:
         whole = mmap.mmap(-1, inner + 2 * _PAGE)
         self._maps.append(whole)
         start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        self._inner.append((start + _PAGE, inner))
         for page in (start, start + _PAGE + inner):
-            if _libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(_PAGE), 0):
-                raise OSError(ctypes.get_errno(), "mprotect")
+            _protect(page, _PAGE, 0)
         if not size:
             return torch.empty(shape, dtype=dtype)
         at = start + _PAGE + (inner - size if self.side == "end" else 0)
@@ -177,6 +186,12 @@ class Pages:
         self.seed += 1
         poison(tensor, self.seed)
         return tensor
+
+    def seal(self) -> None:
+        """What was allocated so far may be read only: also a write of the bytes that are there is a signal.
+        Other threads may read them at that time, and other kernels write them."""
+        for start, size in self._inner:
+            _protect(start, size, mmap.PROT_READ)
 
     def sides(self) -> list[Pair]:
         """Nothing: nobody can have written there."""

@@ -57,6 +57,23 @@ static long call(long n, long a, long b, long c) {
 """
 
 
+@pytest.mark.skipif(handmade.ARCH != "x86-64-v1", reason="the register of another processor")
+@pytest.mark.parametrize("bits", ["0x2000", "0x4000", "0x6000", "0x8000", "0x0040"])
+def test_the_processors_arithmetic_is_left_as_it_was(bits: str, server: ForkServer) -> None:
+    """Rounded down, up, to zero; subnormal results, or operands, taken for zero: in all that comes after."""
+    body = '{ unsigned r; __asm__ volatile("stmxcsr %0" : "=m"(r)); r |= BITS;'
+    body += ' __asm__ volatile("ldmxcsr %0" :: "m"(r)); }'
+    reason = _refused(_hostile(body.replace("BITS", bits)), server, stages=("memory",))
+    assert "leaves the processor" in reason
+
+
+@pytest.mark.parametrize("body", ["v[0] = v[0];", "const float was = v[0]; v[0] = was + 1; v[0] = was;"])
+def test_inputs_are_not_written_whatever_is_written(body: str, server: ForkServer) -> None:
+    """Another thread reads them meanwhile, and they may be a file's pages."""
+    found = _refused(_hostile("{ volatile float *v = PTR(volatile float, 0); " + body + " }"), server)
+    assert "memory" in found and "SIGSEGV" in found
+
+
 def test_an_exit_without_a_word_is_no_pass(server: ForkServer) -> None:
     assert "exit code 0" in _refused(_hostile("call(231, 0, 0, 0);", SYSCALL), server)
 
