@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from esper_ir.diagnostics import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_NOT_FOUND, EXIT_USAGE, EsperError
+from library.cli_base import Interruptible
 
 LIBRARY = click.option(
     "--library", type=click.Path(path_type=Path), help="Library directory (default: ESPER_LIBRARY)."
@@ -29,7 +30,7 @@ LONGEST_S = 24 * 3600.0
 WIDEST = 64  # characters of a column
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Interruptible, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="esper-forge")
 def main() -> None:
     """Compile BlueprintIR graphs to forward and backward kernels."""

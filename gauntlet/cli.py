@@ -11,6 +11,7 @@ import click
 from esper_ir.diagnostics import EXIT_FAILURE, EXIT_OK, EsperError
 from gauntlet.cli_base import device_option, emit, json_option, library_option, named
 from gauntlet.risk.cli import risk
+from library.cli_base import Interruptible
 
 BASELINES = ("eager", "torch.compile")
 
@@ -23,7 +24,7 @@ def _baselines(context: click.Context, option: click.Parameter, value: str) -> t
     return tuple(given)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Interruptible, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="esper-forge")
 def main() -> None:
     """Prove, measure and explain compiled kernels."""

@@ -110,6 +110,7 @@ def _work(
         os.close(status)
         _die_with_parent(parent)
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(output, 1)
         os.dup2(output, 2)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -146,4 +147,5 @@ def _target(name: str) -> Callable[[int, int, int], None]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the supervisor, which ends this
     serve(socket.socket(fileno=int(sys.argv[1])), tuple(sys.argv[2].split(",")))

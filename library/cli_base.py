@@ -17,11 +17,23 @@ from library.store import Library
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Tool(click.Group):
+class Interruptible(click.Group):
+    """A group whose commands end with 130 when they are interrupted, whatever they were at; click's own would
+    say "Aborted!" and end with 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was finished is stored", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+class Tool(Interruptible):
     """A group whose commands end in the exit code of their refusal."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """As click's, but an EsperError becomes its text on stderr and its exit code, an interruption 130."""
+        """As click's, but an EsperError becomes its text on stderr and its exit code."""
         given = args[0] if args else extra.get("args")
         arguments = list(given) if given is not None else sys.argv[1:]
         try:
@@ -30,8 +42,6 @@ class Tool(click.Group):
             refused(error, "--json" in arguments)
         except OSError as error:  # a file named on the command line, or a disk that fails under us
             refused(os_error(error, "cannot use", error.filename or "a file"), "--json" in arguments)
-        except KeyboardInterrupt:
-            sys.exit(EXIT_INTERRUPTED)
 
 
 def refused(error: EsperError, as_json: bool) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from esper_ir.diagnostics import EXIT_INTERRUPTED, EsperError
+from library.cli_base import Interruptible
 
 SAYS = {"faster": "esper faster", "slower": "esper slower", "level": "level", "worthless": "worthless"}
 
@@ -32,7 +33,7 @@ def refusals(as_json: bool) -> Iterator[None]:
         sys.exit(EXIT_INTERRUPTED)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Interruptible, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Load, run and time stored artifacts."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="esper: %(message)s")

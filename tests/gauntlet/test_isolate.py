@@ -159,3 +159,10 @@ def test_a_device_that_computes_is_alive(server: ForkServer) -> None:
     here).
     """
     assert quarantine.alive("cpu", server) == ""
+
+
+def test_an_interrupt_from_the_terminal_is_the_supervisors(server: ForkServer) -> None:
+    """It reaches every process of the group; a server that took it would leave a traceback behind."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGINT)
+    assert run(server, "good").kind == isolate.FINISHED
