@@ -8,6 +8,8 @@ subnormal   about the smallest normal number; on the CPU only: on a card the fun
             subnormal arguments for zero
 far         sixteen times normal: where exponentials are almost nothing beside others
 
+undefined   NaN in the place of those infinities, of cotangents only: what a mask keeps is passed on
+
 A draw is named by one of these and a leaf ("far x"); a cotangent by one of them alone.
 
 turned      one leaf all negative among others that are all positive, under infinities that flow back: where
@@ -25,12 +27,12 @@ from esper_ir.registry import lookup
 from esper_ir.types import DType
 from gauntlet.subject import Subject
 
-FAR, INFINITE, FEW, TURNED = "far", "infinite", "few", "turned"
+FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
 OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 """How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
 """
-COTANGENTS = (FEW, INFINITE, "small", "huge", "subnormal")
+COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
 LEAVES = 8
 """Leaves that are taken to the ends, of a block with more."""
 SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0}
@@ -63,7 +65,7 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     """(draw, cotangent) of gradients: where an infinity may meet a zero, both stand close; what is far out
     flows back alone."""
     with_leaves = {INFINITE: FEW, FAR: FEW, "subnormal": "huge"}
-    with_cotangents = {INFINITE: FEW, FEW: "ties"}
+    with_cotangents = {INFINITE: FEW, UNDEFINED: FEW, FEW: "ties"}
     given = [(draw, with_leaves.get(draw.partition(" ")[0], "normal")) for draw in names(subject)]
     flowing = [(with_cotangents.get(c, "normal"), c) for c in cotangents(subject)]
     signs = [f"{TURNED} {n}" for n in leaves(subject)]
@@ -75,7 +77,7 @@ def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
     """A library's own algorithm may spread an infinity (Winograd's adds and subtracts it; attention in blocks
     has other rows of NaN): blocks with one are not given any."""
     calls = any(isinstance(lookup(node.op).lowering, Opaque) for node in subject.flat.nodes)
-    left_out = {*([INFINITE] if calls else []), *(["subnormal"] if subject.device.type != "cpu" else [])}
+    left_out = {*([INFINITE, UNDEFINED] if calls else []), *(["subnormal"] if subject.device.type != "cpu" else [])}
     return [h for h in how if h not in left_out]
 
 
@@ -114,11 +116,14 @@ def drawn(
 ) -> Tensor:
     """A tensor of the type; with at most so many infinities."""
     out = getattr(torch, dtype.value)
+    if how == UNDEFINED:
+        value = _infinite(shape, generator, most)
+        return value.masked_fill(value.isinf(), torch.nan).to(out)
     if how in (INFINITE, FEW):
         return (_infinite(shape, generator, most) if how == INFINITE else few(shape, generator)).to(out)
     factor = (SHORT if dtype is DType.float16 else WIDE)[how]
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * factor).to(out)
 
 
-OWN = (INFINITE, FEW, *WIDE)
+OWN = (INFINITE, UNDEFINED, FEW, *WIDE)
 """What `drawn` knows."""

@@ -19,6 +19,7 @@ FAULTS = {
         "y[r * C + c] <= 0 ? 0 : g[r * C + c]", "g[r * C + c] * (y[r * C + c] > 0)"
     ),
     "no infinities": MASK.replace(": g[r * C + c]", ": __builtin_fminf(g[r * C + c], 0x1.fffffep+127f)"),
+    "NaN is zero": MASK.replace("<= 0 ?", "<= 0 || g[r * C + c] != g[r * C + c] ?"),
     "small ones are zero": MASK.replace("<= 0 ?", "<= 0 || __builtin_fabsf(g[r * C + c]) < 1e-12f ?"),
     "subnormal ones are zero": MASK.replace("<= 0 ?", "<= 0 || __builtin_fabsf(g[r * C + c]) < 0x1p-126f ?"),
     "slope one at zero": MASK.replace("<= 0 ?", "< 0 ?"),
