@@ -77,7 +77,10 @@ def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
     """A library's own algorithm may spread an infinity (Winograd's adds and subtracts it; attention in blocks
     has other rows of NaN): blocks with one are not given any."""
     calls = any(isinstance(lookup(node.op).lowering, Opaque) for node in subject.flat.nodes)
-    left_out = {*([INFINITE, UNDEFINED] if calls else []), *(["subnormal"] if subject.device.type != "cpu" else [])}
+    left_out = {
+        *([INFINITE, UNDEFINED] if calls else []),
+        *(["subnormal"] if subject.device.type != "cpu" else []),
+    }
     return [h for h in how if h not in left_out]
 
 
