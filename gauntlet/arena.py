@@ -2,7 +2,8 @@
 
 zones   bytes on both sides are filled at random and compared after the launch; any device
 pages   (CPU) the pages on both sides may not be touched, so that a stray access, even a read, is a signal,
-        and inputs may not be written; `end` puts the buffer against the upper page, `start` against the lower one
+        and inputs may not be written; `end` puts the buffer against the upper page, `start` against the
+        lower one
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A call also leaves the processor's arithmetic as it was.
 
 Each plan runs with every buffer fenced and poisoned, twice with other poison: an element that was not
 written, a workspace read before it was written, and a read beyond a buffer all make the two runs differ. On
-the CPU it runs twice more with untouchable pages after, and before, every buffer, and inputs in pages that can
-only be read.
+the CPU it runs twice more with untouchable pages after, and before, every buffer, and inputs in pages
+that can only be read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOGETHER = 16
 
 def _arithmetic() -> list[float]:
     """What this thread's processor makes of a few sums and products: other than at first where its rounding
-    mode was changed, or subnormal numbers are taken for zero. All later numbers of the caller depend on it."""
+    mode was changed, or subnormal numbers are taken for zero. The later numbers of a caller depend on it."""
     bit, least = 2.0**-53, sys.float_info.min
     return [1.0 + bit, -1.0 - bit, 1.0 + 1.5 * bit, least * 0.5, least * (2.0 * bit) * 2.0**60]
 

@@ -98,7 +98,8 @@ def test_an_infinite_cotangent_flows_to_the_smaller_of_equal_distances() -> None
     others = accuracy.Others(lambda turn: meaning.rounded(block, values, flowing, turn), ())
 
     def passed(got: torch.Tensor) -> bool:
-        return isinstance(accuracy.all_of(block, recipe, [("d(x)", got, exact, exact.float())], others), Passed)
+        rows = [("d(x)", got, exact, exact.float())]
+        return isinstance(accuracy.all_of(block, recipe, rows, others), Passed)
 
     y_is_nearer = torch.tensor([[1.0, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0]]) * torch.inf
     assert passed(exact.float()) and passed(y_is_nearer)

@@ -1,5 +1,5 @@
-"""The tensors of a case: however they lie in memory, the reference is asked about the values that the artifact
-is given; and something always flows back."""
+"""The tensors of a case: however they lie in memory, the reference is asked about the values that the
+artifact is given; and something always flows back."""
 
 from __future__ import annotations
 
