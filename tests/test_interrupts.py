@@ -23,4 +23,5 @@ def test_it_says_so_and_ends_with_130(tool: click.Group, monkeypatch: pytest.Mon
 
     monkeypatch.setitem(tool.commands, "interrupted", interrupted)
     done = CliRunner().invoke(tool, ["interrupted"])
-    assert done.exit_code == EXIT_INTERRUPTED and "interrupted" in done.output and "Aborted" not in done.output
+    assert done.exit_code == EXIT_INTERRUPTED
+    assert "interrupted" in done.output and "Aborted" not in done.output
