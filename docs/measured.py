@@ -40,12 +40,18 @@ def tables(folder: Path = RESULTS) -> str:
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for document in found:
         runs.setdefault((document["bench"], document["card"]), []).append(document)
+    for (bench, card), those in list(runs.items()):
+        whole = runs.get((PART_OF.get(bench, ""), card), [])
+        if any(document["date"] >= those[-1]["date"] for document in whole):
+            del runs[bench, card]
     parts += [
         _figures(those[-1]) + _earlier(those) for _, those in sorted(runs.items()) if those[-1].get("figures")
     ]
     return "\n".join(parts)
 
 
+PART_OF = {"host": "runtime", "load": "runtime"}
+"""Benches that a newer run of another one has in it: its figures stand for both."""
 TARGETS = {"device": 1.2, "wall": 1.5}
 """Of the geometric means over all blocks."""
 GATES = {
@@ -135,7 +141,13 @@ def name_of(document: dict[str, Any]) -> str:
 
 def head(document: dict[str, Any]) -> str:
     when = f"{document['date'][:10]}, commit {document['commit'][:7]}"
-    return f"{document['bench']} on {document['card']}, torch {document['versions']['torch']}, {when}"
+    host = document.get("host", {})
+    on = _processor(host) if host and document["card"] == "cpu" else document["card"]
+    return f"{document['bench']} on {on}, torch {document['versions']['torch']}, {when}"
+
+
+def _processor(host: dict[str, Any]) -> str:
+    return f"cpu ({host.get('processor', 'unnamed')}, {host.get('cores', '?')} cores)"
 
 
 def newest_rows(found: Iterable[dict[str, Any]]) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:

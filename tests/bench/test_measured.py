@@ -75,6 +75,19 @@ def test_a_peer_that_is_off_in_single_elements_still_counts(tmp_path: Path) -> N
     assert figures.ratios(rows, "wall")["a 1"] == (2.0, 2.0, 2.0)
 
 
+def test_a_bench_that_a_newer_one_has_in_it_has_no_table(tmp_path: Path) -> None:
+    figure = {"first_step_ms": results.figure(9.0, "ms", 50.0)}
+    for day, bench, card in ((1, "host", "NVIDIA H200"), (2, "runtime", "NVIDIA H200"), (3, "load", "cpu")):
+        put(tmp_path, day, card, [])
+        path = tmp_path / f"{day}.json"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        more = {"bench": bench, "figures": figure, "host": {"processor": "AMD EPYC", "cores": 2}}
+        path.write_text(json.dumps({**document, **more}), encoding="utf-8")
+    told = measured.tables(tmp_path)
+    assert "host on" not in told and "runtime on NVIDIA H200" in told
+    assert "load on cpu (AMD EPYC, 2 cores)" in told
+
+
 def test_the_summary_says_what_calls_and_loads_cost(tmp_path: Path) -> None:
     """Of each figure the newest, whatever bench it is from; what nobody measured has no line."""
     assert not measured.gates([])
