@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from esper_ir.diagnostics import EsperError
 from library.launch import TensorSpec
 from library.manifest import blueprint_document
-from runtime import parameters, trial
+from runtime import parameters, precision, trial
 from runtime.adapters import Unfoldable, is_adapter
 from runtime.binding import Block
 from runtime.errors import fail
@@ -52,6 +52,7 @@ def seat(name: str, module: nn.Module, block: Block, wish: Wish, options: Option
     _check_updates(name, module, made)
     _check_unused(name, module, made)
     if options.check and not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        made.grain = _grain(text, program.device)
         trial.hold(name, module, made, wish.mode, _dropped(text))
         block.uncount()  # the trial is not use
     else:
@@ -70,6 +71,21 @@ def _untried(made: Seat, mode: str) -> None:
 def _dropped(text: Any) -> list[float]:
     """The share of every dropout of a blueprint."""
     return [float(n.get("attrs", {}).get("p", 0.5)) for n in text["nodes"] if n["op"] == "dropout"]
+
+
+# Of what a product does with float32 operands, and of dtypes inside a blueprint.
+GRAINS = {"tf32": 2.0**-10, "bf16x3": 2.0**-16, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+def _grain(text: Any, device: torch.device) -> float:
+    """The coarsest rounding that a blueprint names, or that torch's flags give the module on a card."""
+    attrs = [n.get("attrs", {}) for n in text["nodes"]]
+    named = [str(a.get(key)) for a in attrs for key in ("precision", "dtype")]
+    if device.type == "cuda":
+        convolves = any(n["op"].startswith("conv") for n in text["nodes"])
+        flags = ("matmul", "cudnn") if convolves else ("matmul",)
+        named += ["tf32" for flag in flags if precision.allows_tf32(flag)]
+    return max((GRAINS.get(name, 0.0) for name in named), default=0.0)
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:

@@ -33,6 +33,11 @@ _FLAGS: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
 }
 
 
+def allows_tf32(flag: str) -> bool:
+    """Whether torch's flag ("matmul", "cudnn") lets float32 operands be cut to TF32 on a card."""
+    return _FLAGS[flag][0]()
+
+
 def declared(run: Run, flag: str, tf32: bool) -> Run:
     """`run` under the flag ("matmul", "cudnn") that its step declares. torch's own error where its two ways
     of setting a flag were mixed so that they contradict each other.

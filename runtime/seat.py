@@ -113,6 +113,7 @@ class Seat:
         self.updates: Mapping[str, int] = {}
         self.moves: tuple[Update, ...] = ()  # the same, once settled
         self.eager_calls = 0
+        self.grain = 0.0  # relative rounding of the coarsest step, where that is not a dtype's own
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.mode != "always" and module.training != (self.mode == "train"):

@@ -1,16 +1,18 @@
 """The trial of a replacement: a module by its own forward and by the artifact, on the same random tensors,
 in train and in eval mode.
 
-Results that are a function of the tensors must be near each other. Where both sides draw numbers they cannot
-agree one by one: what is compared is the share that each dropout drops, where both sides name it, and over
-many runs the mean, the spread and the share of zeros.
+Results that are a function of the tensors must be near each other, for tensors of several sizes: an epsilon
+shows among small ones, a clamp among large ones. Where both sides draw numbers they cannot agree one by one:
+what is compared is the share that each dropout drops, where both sides name it, and over many runs the mean,
+the spread and the share of zeros.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from math import isnan
 from typing import Any
 
 import torch
@@ -25,13 +27,20 @@ from runtime.errors import fail
 from runtime.seat import NCHW, Place, Seat
 from runtime.state import given
 
-# Relative L2 error of a trial. Generous for the arithmetic, far below what a wrong wiring gives (about 1).
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Relative L2 error of a trial, by dtype of the result. In float32 a sixth of what lies between the two gelus
+# (2e-4). What exceeds it is measured against the module's own noise before it is refused.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+NOISE = 4.0  # times the module's own noise that is allowed beyond
+# Standard deviations of the inputs, vectors of the module scaled along. At 30 a relu6 has cut off what a relu
+# passes; at 1e-3 an epsilon of 1e-6 is as large as the mean square beside it.
+SIZES = (1.0, 30.0, 1e-3)
 # Where both draw: runs that find the axis on which the means differ most, runs that are compared along it,
 # and the standard errors within which two means count as one (beyond them lie 3e-12 of Student's t with 94
-# degrees of freedom).
+# degrees of freedom). At further sizes fewer runs (6e-9 of Student's t with 30).
 LEARNT, COMPARED, ERRORS = 16, 48, 8.0
+FEWER = (8, 16)
 SHARE = 0.01  # of zeros that rounding may add
+SHORT = (torch.float16, torch.bfloat16)
 SEED = 20
 # What says that an artifact does not hold in a mode; anything else is a fault of its own.
 UNLIKE = frozenset({"E0851", "E0852", "E0854"})
@@ -46,27 +55,25 @@ def hold(name: str, module: nn.Module, made: Seat, mode: str, dropped: Sequence[
     other = "eval" if module.training else "train"
     modes = {"auto": (now, other), "always": (now,)}.get(mode, (mode,))
     square = [i for i, p in enumerate(made.places) if isinstance(p, Place) and _square(module, p)]
-    first = made.places
+    first, tried = made.places, _Tried(name, module, made)
     refused: list[EsperError] = []
     for ways in [(), tuple(square)] if square else [()]:
         made.places = tuple(_turned(p) if i in ways else p for i, p in enumerate(first))
-        found = {m: _refusal(name, module, made, m, dropped) for m in modes}
+        found = {m: _refusal(tried, m, dropped) for m in modes}
         held = [m for m in modes if found[m] is None]
         refused += [error for error in found.values() if error is not None]
         if held:
-            made.folds = made.folds and _folds(name, module, made, held[0], dropped)
+            made.folds = made.folds and _folds(tried, held[0], dropped)
             made.left = {m: error.message for m, error in found.items() if error is not None}
             made.mode = mode if mode != "auto" else held[0] if made.left else "always"
             return
     raise refused[0]
 
 
-def _refusal(
-    name: str, module: nn.Module, made: Seat, mode: str, dropped: Sequence[float]
-) -> EsperError | None:
+def _refusal(tried: _Tried, mode: str, dropped: Sequence[float]) -> EsperError | None:
     """Why the artifact is not the module in this mode."""
     try:
-        _compare(name, module, made, mode, dropped, 0)
+        _compare(tried, mode, dropped, 0)
     except EsperError as error:
         if error.code not in UNLIKE:
             raise
@@ -83,12 +90,12 @@ def _turned(place: Place | Tensor) -> Place | Tensor:
     return place if isinstance(place, Tensor) else Place(place.owners, place.name, (1, 0))
 
 
-def _folds(name: str, module: nn.Module, made: Seat, mode: str, dropped: Sequence[float]) -> bool:
+def _folds(tried: _Tried, mode: str, dropped: Sequence[float]) -> bool:
     """Whether further leading axes may be folded into the first: rows must not meet each other."""
-    if not any(made.leads) or made.channels_last:
+    if not any(tried.made.leads) or tried.made.channels_last:
         return False
     try:
-        _compare(name, module, made, mode, dropped, 1)
+        _compare(tried, mode, dropped, 1)
     except EsperError:
         return False
     return True
@@ -97,35 +104,54 @@ def _folds(name: str, module: nn.Module, made: Seat, mode: str, dropped: Sequenc
 # -- one trial
 
 
-def _compare(
-    name: str, module: nn.Module, made: Seat, mode: str, dropped: Sequence[float], extra: int
-) -> None:
+def _compare(tried: _Tried, mode: str, dropped: Sequence[float], extra: int) -> None:
     """E0852 unless both give the same in this mode; the module's own tensors, its modes and torch's
     generators are left as they were."""
+    name, made = tried.name, tried.made
     device = made.block.program.device
     with ExitStack() as held:
-        held.enter_context(_in_mode(module, mode))
+        held.enter_context(_in_mode(tried.module, mode))
         held.enter_context(_own_generators(device))
         held.enter_context(torch.autocast(device.type, enabled=False))  # it does not reach inside a block
-        theirs, ours = _sides(name, module, made, extra)
+        tried.draw(extra)
+        theirs, ours = tried.sides(1.0)
         watch, before = _Dropouts(), _drawn_so_far(device)
         with watch:
             wanted = theirs()
         draws = not all(map(torch.equal, before, _drawn_so_far(device)))
+        both = draws and made.draws
         got = ours()
-        why = _shares(dropped, watch.shares, draws and made.draws)
-        if not why and draws and made.draws:
-            why = _distributions(theirs, ours, wanted, got)
+        why = _shares(dropped, watch.shares, both)
+        if not why and both:
+            why = _distributions(theirs, ours, wanted, got, (LEARNT, COMPARED))
         elif not why:
             again = theirs if draws else ours if made.draws else None
-            why = _results(wanted, got) or (again and _varies(again, wanted, draws))
+            why = _results(wanted, got, lambda: tried.noise(1.0, wanted)) or (
+                again and _varies(again, wanted, draws)
+            )
+        if not why and not extra:
+            why = next(filter(None, (_at_size(tried, size, both) for size in SIZES[1:])), "")
     if why:
         raise fail(
             "E0852",
             f"{name}: {made.block.artifact_id} gives other results than the module in {mode} mode ({why})",
             node=name,
-            hint="check the names of the leaves, the blueprint's mathematics and the mode it was imported in",
+            hint="check the names of the leaves, the blueprint's mathematics (epsilons, clamps, the kind of "
+            "gelu) and the mode it was imported in",
         )
+
+
+def _at_size(tried: _Tried, size: float, both: bool) -> str:
+    """What differs for inputs of another size; nothing where the module's own result overflows."""
+    theirs, ours = tried.sides(size)
+    wanted = theirs()
+    if not both:
+        why = _results(wanted, ours(), lambda: tried.noise(size, wanted))
+    elif all(bool(w.isfinite().all()) for w in wanted):
+        why = _distributions(theirs, ours, wanted, ours(), FEWER)
+    else:
+        why = ""
+    return why and f"{why}, for inputs of size {size:g}"
 
 
 def _shares(ours: Sequence[float], theirs: Sequence[float], both: bool) -> str:
@@ -139,49 +165,58 @@ def _shares(ours: Sequence[float], theirs: Sequence[float], both: bool) -> str:
     return f"it drops {told[0]}, the module {told[1]}"
 
 
-def _results(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> str:
-    pairs = list(zip(wanted, got, strict=True))
-    limit = max(TOLERANCE.get(w.dtype, 1e-3) for w, _ in pairs)
-    error = max(_error(w, g) for w, g in pairs)
-    return "" if error <= limit else f"relative error {error:.2g}, at most {limit:.2g}"
+def _results(wanted: Sequence[Tensor], got: Sequence[Tensor], noise: Callable[[], list[float]]) -> str:
+    """`noise`: the module's own, by result; asked only where it matters."""
+    for at, (w, g) in enumerate(zip(wanted, got, strict=True)):
+        if w.shape != g.shape or w.dtype is not g.dtype:
+            return f"{g.dtype} of shape {list(g.shape)}, the module's {w.dtype} of shape {list(w.shape)}"
+        error, limit = _distance(w, g), TOLERANCE.get(w.dtype, 1e-3)
+        if not error <= limit:
+            limit += NOISE * noise()[at]
+        if not error <= limit:
+            return f"relative error {error:.2g}, at most {limit:.2g}"
+    return ""
 
 
 def _varies(side: Side, first: Sequence[Tensor], module: bool) -> str:
     """Of two sides the one that draws numbers, unless they change nothing."""
-    if not any(_results(first, side()) for _ in range(COMPARED)):
+    if not any(_results(first, side(), lambda: [0.0] * len(first)) for _ in range(COMPARED)):
         return ""
     return f"{'the module' if module else 'it'} draws numbers, {'it' if module else 'the module'} none"
 
 
-def _distributions(theirs: Side, ours: Side, wanted: Sequence[Tensor], got: Sequence[Tensor]) -> str:
+def _distributions(
+    theirs: Side, ours: Side, wanted: Sequence[Tensor], got: Sequence[Tensor], runs: tuple[int, int]
+) -> str:
     """What differs between results that are drawn."""
+    learnt, compared = runs
     if any(w.shape != g.shape or w.dtype is not g.dtype for w, g in zip(wanted, got, strict=True)):
         return "other shapes or dtypes"
-    means = [_mean(theirs), _mean(ours)]
+    means = [_mean(theirs, learnt), _mean(ours, learnt)]
     axes = [((a + b) / 2, b - a) for a, b in zip(*means, strict=True)]
-    limits = [TOLERANCE.get(w.dtype, 1e-3) for w in wanted]
+    limits = [max(TOLERANCE.get(w.dtype, 0.0), 1e-3) for w in wanted]
     a, b = (
-        torch.stack([_numbers(side(), axes, limits) for _ in range(COMPARED)]).double()
+        torch.stack([_numbers(side(), axes, limits) for _ in range(compared)]).double()
         for side in (theirs, ours)
     )
     for at, limit in enumerate(limits):
         size, spread = axes[at][0].norm(), a[:, at, 1].mean()
         # What an error of `limit` in every result may change; the centre is known to this much.
-        known = (spread / (2 * LEARNT)).sqrt()
+        known = (spread / (2 * learnt)).sqrt()
         slack = (limit * size, 2 * limit * (size * known + spread) + (limit * size) ** 2, SHARE)
         for which, label in enumerate(("mean", "spread", "share of zeros")):
             p, q = a[:, at, which], b[:, at, which]
-            noise = ((p.var() + q.var()) / COMPARED).sqrt()
+            noise = ((p.var() + q.var()) / compared).sqrt()
             if not float((p.mean() - q.mean()).abs()) <= float(slack[which] + ERRORS * noise):
                 return f"{label} {q.mean():.3g}, the module's {p.mean():.3g}"
     return ""
 
 
-def _mean(side: Side) -> list[Tensor]:
+def _mean(side: Side, runs: int) -> list[Tensor]:
     total = [t.double() for t in side()]
-    for _ in range(LEARNT - 1):
+    for _ in range(runs - 1):
         total = [t + more for t, more in zip(total, side(), strict=True)]
-    return [t / LEARNT for t in total]
+    return [t / runs for t in total]
 
 
 def _numbers(
@@ -199,13 +234,12 @@ def _numbers(
     return torch.stack(rows).cpu()
 
 
-def _error(wanted: Tensor, got: Tensor) -> float:
-    """Infinite for other shapes or dtypes."""
-    if wanted.shape != got.shape or wanted.dtype is not got.dtype:
-        return float("inf")
-    a, b = wanted.double(), got.double()
-    scale = float(a.norm())
-    return float((a - b).norm()) / (scale or 1.0)
+def _distance(wanted: Tensor, got: Tensor) -> float:
+    """Relative, over what is finite in `wanted`; infinite where `got` is not finite there."""
+    seen = wanted.isfinite()
+    a, b = wanted.double()[seen], got.double()[seen]
+    error = float((a - b).norm()) / (float(a.norm()) or 1.0)
+    return float("inf") if isnan(error) else error
 
 
 # -- the two sides
@@ -224,33 +258,77 @@ class _Trial(nn.Module):
         return self.original.forward(self.inner, *inputs) if call is None else call.run(self.inner, inputs)
 
 
-def _sides(name: str, module: nn.Module, made: Seat, extra: int) -> tuple[Side, Side]:
-    """The module and the artifact: each call gives outputs and updated buffers."""
-    generator = torch.Generator().manual_seed(SEED)
-    interface = made.block.program.interface
-    inputs = given(interface)
-    dims = {d.name: _small(d) for d in interface.dims}
-    device = made.block.program.device
-    tensors = [
-        _random(s, dims, generator, device, extra and lead)
-        for s, lead in zip(inputs, made.leads, strict=True)
-    ]
-    if made.channels_last:
-        tensors = [t.permute(NCHW) if t.dim() == 4 else t for t in tensors]
-    named = (*module.named_parameters(), *module.named_buffers())
-    values = {f"inner.{n}": _like(t.detach(), generator) for n, t in named}
-    buffers = [f"inner.{n}" for n, _ in module.named_buffers()]
+class _Tried:
+    """Random tensors for a module and an artifact, drawn once for all modes and sizes."""
 
-    def side(ours: bool) -> Side:
-        trial = _Trial(module, made, ours)
+    def __init__(self, name: str, module: nn.Module, made: Seat) -> None:
+        self.name, self.module, self.made = name, module, made
+        self.generator = torch.Generator().manual_seed(SEED)
+        named = (*module.named_parameters(), *module.named_buffers())
+        self.values = {f"inner.{n}": _like(t.detach(), self.generator) for n, t in named}
+        self.buffers = [f"inner.{n}" for n, _ in module.named_buffers()]
+        self.inputs: list[Tensor] = []
+
+    def draw(self, extra: int) -> None:
+        """Inputs with so many further leading axes."""
+        made, self.generator = self.made, torch.Generator().manual_seed(SEED + 1)
+        interface = made.block.program.interface
+        dims = {d.name: _small(d) for d in interface.dims}
+        self.inputs = [
+            _random(s, dims, self.generator, made.block.program.device, extra and lead)
+            for s, lead in zip(given(interface), made.leads, strict=True)
+        ]
+        if made.channels_last:
+            self.inputs = [t.permute(NCHW) if t.dim() == 4 else t for t in self.inputs]
+
+    def sides(self, size: float) -> tuple[Side, Side]:
+        """The module and the artifact: each call gives outputs and updated buffers."""
+        inputs, values = self._sized(size)
+        return self._side(False, inputs, values), self._side(True, inputs, values)
+
+    def noise(self, size: float, wanted: Sequence[Tensor]) -> list[float]:
+        """How far the module's results are from what they should be, relative, by result: under a rounding
+        of everything it gets, and against itself in float32 where its tensors have 16 bits."""
+        inputs, values = self._sized(size)
+        grain = self.made.grain
+        near = self._side(False, [self._rounded(t, grain) for t in inputs],
+                          {n: self._rounded(t, grain) for n, t in values.items()})  # fmt: skip
+        runs = [near()]
+        if any(t.dtype in SHORT for t in (*inputs, *values.values())):
+            wide = self._side(False, [_wide(t) for t in inputs], {n: _wide(t) for n, t in values.items()})
+            with suppress(EsperError):  # some modules take no other dtype
+                runs.append(wide())
+        return [max(_distance(w, run[at]) for run in runs) for at, w in enumerate(wanted)]
+
+    def _sized(self, size: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Matrices keep their size, unless there is nothing else that a module of indices could show."""
+        least = 2 if any(t.is_floating_point() for t in self.inputs) else 9
+        if size == 1.0:
+            return self.inputs, self.values
+        values = {
+            n: t * size if t.is_floating_point() and t.dim() < least else t for n, t in self.values.items()
+        }
+        return [t * size if t.is_floating_point() else t for t in self.inputs], values
+
+    def _rounded(self, value: Tensor, grain: float) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=self.generator).to(value.device) * 2 - 1
+        step = max(grain, torch.finfo(value.dtype).eps)
+        return (value.double() * (1.0 + step * signs)).to(value.dtype)
+
+    def _side(self, ours: bool, inputs: Sequence[Tensor], values: Mapping[str, Tensor]) -> Side:
+        trial = _Trial(self.module, self.made, ours)
 
         def run() -> tuple[Tensor, ...]:
-            own = {**values, **{n: values[n].clone() for n in buffers}}
-            return _outcome(name, trial, own, [t.clone() for t in tensors], made)
+            own = {**values, **{n: values[n].clone() for n in self.buffers}}
+            return _outcome(self.name, trial, own, [t.clone() for t in inputs], self.made)
 
         return run
 
-    return side(False), side(True)
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in SHORT else value
 
 
 def _outcome(

@@ -33,8 +33,11 @@ def make(esper_library: Path, tmp_path: Path) -> Make:
     loader._libraries.clear()
 
     def made(module: nn.Module) -> str:
+        kind = next((p.dtype for p in module.parameters()), torch.float32)
         path = tmp_path / "module.json"
-        path.write_text(render(from_torch(copy.deepcopy(module), torch.randn(8, SIDE), dynamic=0)))
+        path.write_text(
+            render(from_torch(copy.deepcopy(module), torch.randn(8, SIDE, dtype=kind), dynamic=0))
+        )
         with Library.open() as library:
             (found,) = compile_file(path, targets=("cpu",), library=library)
             library.record_verdict(found.artifact_id, {"stages": []}, passed=True)
@@ -201,3 +204,76 @@ def test_a_block_says_how_to_fold(ids: dict[str, str]) -> None:
     block = runtime.load(ids["square"])
     assert "x.flatten(0, -2)" in str(refusal("E0810", block, torch.randn(2, 3, SIDE)))
     assert "flatten" not in str(refusal("E0810", block, torch.randn(SIDE)))
+
+
+class Root(nn.Module):
+    """RMSNorm with its own epsilon."""
+
+    def __init__(self, eps: float, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(SIDE, dtype=dtype)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (SIDE,), self.weight, self.eps)
+
+
+class Behind(nn.Module):
+    """An activation of normed values: what it cuts off shows where the norm's weight is large."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.norm, self.cut = nn.LayerNorm(SIDE), cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu6(self.norm(x)) if self.cut else F.relu(self.norm(x))
+
+
+class Dropped(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(SIDE, eps), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(x))
+
+
+OTHERWISE: dict[str, tuple[nn.Module, nn.Module]] = {
+    "eps 1e-4": (Root(1e-6), Root(1e-4)),
+    "eps 2e-3": (Root(1e-6), Root(2e-3)),
+    "eps in bfloat16": (Root(1e-6, torch.bfloat16), Root(1e-5, torch.bfloat16)),
+    "statistics' eps": (nn.BatchNorm1d(SIDE, 1e-5).eval(), nn.BatchNorm1d(SIDE, 1e-3).eval()),
+    "relu6": (nn.ReLU(), nn.ReLU6()),
+    "relu6 of normed values": (Behind(False), Behind(True)),
+    "gelu": (nn.GELU(), nn.GELU("tanh")),
+    "dropout": (Dropped(1e-6), Dropped(1e-4)),
+}
+
+
+@pytest.mark.parametrize("which", OTHERWISE)
+def test_other_functions_are_refused_at_some_size(make: Make, which: str) -> None:
+    """Within 1e-3 of each other (bfloat16: 5e-2) on standard normal inputs."""
+    same, other = (copy.deepcopy(m) for m in OTHERWISE[which])
+    artifact = make(same)
+    told = str(refusal("E0852", swap, nn.Sequential(other), {"0": Fit(artifact, mode="always")}))
+    assert ("for inputs of size" in told) == (
+        which in ("eps in bfloat16", "relu6", "relu6 of normed values", "dropout")
+    )
+    swap(nn.Sequential(same), {"0": Fit(artifact, mode="always")})
+
+
+class Steep(nn.Module):
+    """Attention among rows by large scores: rounding alone moves its results, in bfloat16 by all of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(SIDE, SIDE, bias=False, dtype=dtype) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.q(x) @ self.k(x).t(), -1) @ x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_that_rounding_moves_is_not_refused(make: Make, dtype: torch.dtype) -> None:
+    model = nn.Sequential(Steep(dtype))
+    swap(model, {"0": make(model[0])})
+    assert swapped(model)["0"]["mode"] == "always"
