@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,6 +38,19 @@ def _refuse_nested(home: Path, trust: Path) -> None:
             f"the trust home {trust} lies inside the library {home}",
             node=str(trust),
             hint="ESPER_KEYS names another place",
+        )
+
+
+def _warn_of_strangers(index: Index, keys: Path) -> None:
+    """Keys made just now signed nothing of what the library holds."""
+    ((count,),) = index.rows("SELECT count(*) FROM artifacts")
+    if count:
+        print(
+            f"esper: WARNING: the library {index.home} holds artifacts ({count}) that other keys signed than "
+            f"those just made in {keys}: under these none of them loads (E0744)\n"
+            "esper: if they are yours, put the old keys back: set ESPER_KEYS to their folder, and remove "
+            f"{keys}; if they are somebody else's, `esper-library trust add` their keys",
+            file=sys.stderr,
         )
 
 
@@ -76,13 +90,14 @@ class Core:
         place, keys = library_home(path), TrustStore(trust_home(trust))
         _refuse_nested(place, keys.home)
         home = open_layout(place, create=create and not readonly)
-        if roles and not readonly:
-            keys.bootstrap()
+        fresh = bool(roles) and not readonly and keys.bootstrap()
         blobs = Blobs(home, disk)
         index: Index | None = None
         try:
             index = Index(home, readonly=readonly, wait_s=wait_s)
             index.migrate(MIGRATIONS)
+            if fresh:
+                _warn_of_strangers(index, keys.home)
             return cls(home, index, blobs, keys, () if readonly else roles)
         except BaseException:
             blobs.close()

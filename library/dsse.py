@@ -90,7 +90,8 @@ def open_envelope(
     raise fail(
         "E0744",
         f"{what}: {len(good)} of {threshold} needed signatures by trusted keys (signed by {named})",
-        hint="`esper-library trust show` lists the keys that count; `trust add` or a new verdict mends it",
+        hint="`esper-library trust show` lists the keys that count; ESPER_KEYS (the folder of the keys that "
+        "signed it), `trust add` or a new verdict mends it",
     )
 
 

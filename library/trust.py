@@ -165,7 +165,9 @@ class TrustStore:
                 "E0748",
                 f"no trust store at {self.home}",
                 node=str(self.home),
-                hint="open the library once with write access, or `esper-library trust import FILE`",
+                hint="set ESPER_KEYS to the folder with the keys that signed this library, or put them back "
+                "here, or `esper-library trust import FILE`; only where nothing was signed yet, open it with "
+                "write access",
             ) from error
         except OSError as error:
             raise os_error(error, "cannot read", self.home / DOCUMENT) from error
@@ -239,15 +241,15 @@ class TrustStore:
             )
         return claimed
 
-    def bootstrap(self) -> None:
+    def bootstrap(self) -> bool:
         """First use: a local root, compiler and validator key and version 1,
-        with a notice on stderr. Idempotent."""
+        with a notice on stderr. Idempotent; whether they were made now."""
         if self.exists():
-            return
+            return False
         make_private(self.home)
         with self.locked():
             if self.exists():
-                return
+                return False
             if self._highest():  # new keys would make everything proven so far unknown, without a word
                 raise fail(
                     "E0748",
@@ -268,6 +270,7 @@ class TrustStore:
             "esper: whoever reads the validator key can declare kernels proven; keep root offline if shared",
             file=sys.stderr,
         )
+        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -197,6 +197,27 @@ def test_unknown_signer(home: Path, tmp_path: Path) -> None:
         assert code_of(lib.load, artifact) == "E0744"
 
 
+def test_new_keys_beside_a_signed_library_are_warned_of(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys that were lost or left behind: the hint names them, and new ones are not made without a word."""
+    with Library.open(home) as lib:
+        artifact = validated(lib)
+    assert "WARNING" not in capsys.readouterr().err
+    other = tmp_path / "other keys"
+    with Library.open(home, readonly=True, trust=other) as lib, pytest.raises(EsperError) as error:
+        lib.load(artifact)
+    assert error.value.code == "E0748" and "ESPER_KEYS" in str(error.value)
+    with Library.open(home, trust=other) as lib, pytest.raises(EsperError) as error:
+        lib.load(artifact)
+    told = capsys.readouterr().err
+    assert "WARNING" in told and str(home) in told and str(other) in told and "ESPER_KEYS" in told
+    assert error.value.code == "E0744" and "ESPER_KEYS" in str(error.value)
+    Library.open(home, trust=other).close()
+    Library.open(tmp_path / "empty", trust=tmp_path / "third keys").close()
+    assert "WARNING" not in capsys.readouterr().err
+
+
 def test_key_files_must_be_private(lib: Library, tmp_path: Path) -> None:
     keyid = lib.trust.document().roles["compiler"].keyids[0]
     place = key_path(lib.trust.home, "compiler", keyid)
