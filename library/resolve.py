@@ -11,7 +11,7 @@ from library.index import Index
 from library.records import ArtifactRecord, BlueprintRecord
 
 _TEXT = re.compile(r"[a-z0-9][a-z0-9_.-]{3,255}\Z")
-_HEX8 = re.compile(r"[0-9a-f]{8,64}\Z")
+_HEX = re.compile(r"[0-9a-f]{4,64}\Z")
 _SHOWN = 20
 
 
@@ -23,7 +23,7 @@ def resolve_artifact(index: Index, text: str) -> ArtifactRecord:
     if exact is not None:
         return exact
     found = rows.artifacts_between(index, text, text + "\x7f", _SHOWN + 1)
-    if not found and _HEX8.match(text):
+    if not found and _HEX.match(text):
         blueprints = rows.blueprints(index, text, text + "g")
         found = [a for b in blueprints for a in rows.artifacts(index, blueprint=b.id, limit=_SHOWN + 1)]
     if len(found) == 1:
@@ -34,9 +34,9 @@ def resolve_artifact(index: Index, text: str) -> ArtifactRecord:
 
 
 def resolve_blueprint(index: Index, text: str) -> BlueprintRecord:
-    """Exact id or unique prefix of 8 hex digits or more. E0720, E0721, E0722."""
+    """Exact id or unique prefix of 4 hex digits or more. E0720, E0721, E0722."""
     _check(text)
-    found = rows.blueprints(index, text, text + "g") if _HEX8.match(text) else []
+    found = rows.blueprints(index, text, text + "g") if _HEX.match(text) else []
     if len(found) == 1:
         return found[0]
     if not found:

@@ -92,7 +92,7 @@ class Library(Core):
         return self.blueprint(blueprint_id)
 
     def blueprint(self, id_or_prefix: str) -> BlueprintRecord:
-        """By id or unique prefix of at least 8 hex digits: E0721, E0722."""
+        """By id or unique prefix of at least 4 hex digits: E0721, E0722."""
         return resolve_blueprint(self.index, id_or_prefix)
 
     def blueprints(self) -> list[BlueprintRecord]:
@@ -135,7 +135,7 @@ class Library(Core):
         return record
 
     def resolve(self, id_or_prefix: str) -> ArtifactRecord:
-        """Artifact id, unique prefix, or blueprint id or prefix (8 hex
+        """Artifact id, unique prefix, or blueprint id or prefix (4 hex
         or more) with one artifact: E0721, E0722."""
         return resolve_artifact(self.index, id_or_prefix)
 

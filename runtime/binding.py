@@ -225,7 +225,8 @@ class Block(nn.Module):
     def _miscounted(self, got: str) -> EsperError:
         names = self._takes()
         some = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-        return fail("E0810", f"takes {some} ({', '.join(names)}), got {got}", node=self._name)
+        called = f"block({', '.join(names)})"
+        return fail("E0810", f"takes {some} ({', '.join(names)}), got {got}", node=self._name, hint=called)
 
     def _own(self) -> list[Tensor]:
         """Parameters, buffers and constants as they are now; what replaced one (parametrize, swapping) is
@@ -298,7 +299,7 @@ class Block(nn.Module):
         for tensor in tensors:
             kind = type(tensor)
             if not isinstance(tensor, Tensor):
-                raise fail("E0818", f"{kind.__name__} where {self._name} takes a tensor", node=self._name)
+                raise functions.no_tensor(self._name, tensor)
             if kind.__name__ in ("DTensor", "NestedTensor", "GradTrackingTensor"):
                 raise fail(
                     "E0818",

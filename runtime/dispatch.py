@@ -104,7 +104,11 @@ class Dispatch:
 
     def _failure(self, code: int, at: int) -> Exception:
         if code == NULL_SLOT:
-            return fail("E0818", f"tensor {at} has no memory (meta, fake or freed storage)")
+            return fail(
+                "E0818",
+                f"tensor {at} has no memory (meta, fake or freed storage)",
+                hint="give it values first: to_empty() and load_state_dict(), or gather what was sharded",
+            )
         launch = (
             self.segment.launches[min(at, len(self.segment.launches) - 1)] if self.segment.launches else None
         )

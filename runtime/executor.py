@@ -229,6 +229,8 @@ class Program:
                     "E0810",
                     f"{spec.name} has the shape {list(shape)}, expected {list(wanted)}",
                     node=spec.name,
+                    hint=f"declared [{', '.join(map(str, spec.shape))}]: a number is fixed, a name one size "
+                    "everywhere; compile the blueprint for other sizes",
                 )
         return tuple(dims.values())
 
@@ -279,7 +281,10 @@ class Program:
         Refusals E0811, E0814, E0818, E0821."""
         if tensor.device.type != self.device.type or tensor.get_device() != self.index:
             raise fail(
-                "E0814", f"{name} is on {tensor.device}, the artifact runs on {self.device}", node=name
+                "E0814",
+                f"{name} is on {tensor.device}, the artifact runs on {self.device}",
+                node=name,
+                hint=f"{name}.to({str(self.device)!r})",
             )
         if tensor.dtype is not dtype:
             raise fail(

@@ -37,12 +37,23 @@ class Wish(Protocol):
 def seat(name: str, module: nn.Module, block: Block, wish: Wish, options: Options) -> Seat:
     """The block seated in the module (not yet installed). E0851 it does not fit, E0852 the trial failed."""
     if "forward" in module.__dict__:
-        raise fail("E0851", f"{name} has a forward of its own (hooked or compiled)", node=name)
+        raise fail(
+            "E0851",
+            f"{name} has a forward of its own (hooked or compiled)",
+            node=name,
+            hint="swap first, then hook or compile: the swapped module can be compiled",
+        )
     program = block.program
     leaves = [s for s in program.interface.inputs if s.kind != "input"]
     strange = sorted(set(wish.names) - {s.name for s in leaves})
     if strange:
-        raise fail("E0851", f"{block.artifact_id} has no leaves {', '.join(strange)}", node=name)
+        known = ", ".join(s.name for s in leaves) or "none"
+        raise fail(
+            "E0851",
+            f"{block.artifact_id} has no leaves {', '.join(strange)}",
+            node=name,
+            hint=f"names={{leaf: tensor of the module}}; its leaves are {known}",
+        )
     text = blueprint_document(block._handle.entry.container.manifest)
     places = [_place(name, module, spec, wish, text, program.device) for spec in leaves]
     params = tuple(p.name for p in _parameters(module))
@@ -117,20 +128,28 @@ def _place(
         raise fail("E0851", f"{name}.{place.path} is a DTensor", node=name, hint="swap before sharding")
     if value.dtype is not getattr(torch, spec.dtype):
         raise fail(
-            "E0851", f"{name}.{place.path} is {value.dtype}, the leaf {spec.name} {spec.dtype}", node=name
+            "E0851",
+            f"{name}.{place.path} is {value.dtype}, the leaf {spec.name} {spec.dtype}",
+            node=name,
+            hint=f"convert the module, .to(torch.{spec.dtype}), or compile the blueprint for {value.dtype}",
         )
-    return Place(place.owners, last, _order(name, place, value, parameters.static_shape(spec), wish))
+    return Place(place.owners, last, _order(name, place, value, spec, wish))
 
 
-def _order(name: str, place: Place, value: Tensor, wanted: list[int], wish: Wish) -> tuple[int, ...]:
-    shape = list(value.shape)
+def _order(name: str, place: Place, value: Tensor, spec: TensorSpec, wish: Wish) -> tuple[int, ...]:
+    shape, wanted = list(value.shape), parameters.static_shape(spec)
     if wish.channels_last and len(shape) == 4 and [shape[i] for i in NHWC] == wanted:
         return NHWC
     if shape == wanted:
         return ()
     if len(shape) == 2 and shape[::-1] == wanted:
         return (1, 0)
-    raise fail("E0851", f"{name}.{place.path} has the shape {shape}, the leaf {wanted}", node=name)
+    raise fail(
+        "E0851",
+        f"{name}.{place.path} has the shape {shape}, the leaf {spec.name} {wanted}",
+        node=name,
+        hint="compile the blueprint for the module's sizes; Fit(id, names=...) if another tensor is meant",
+    )
 
 
 def _shown(value: object) -> str:
@@ -153,9 +172,19 @@ def _check_updates(name: str, module: nn.Module, made: Seat) -> None:
     count = len(made.out_dims)
     wrong = [n for n, at in made.updates.items() if n not in buffers or not 0 < at < count]
     if wrong:
-        raise fail("E0851", f"{name}: no buffer and output for the updates of {', '.join(wrong)}", node=name)
+        raise fail(
+            "E0851",
+            f"{name}: no buffer and output for the updates of {', '.join(wrong)}",
+            node=name,
+            hint="updates={buffer of the module: number of the block's output}, outputs counted from 0",
+        )
     if made.updates and sorted(made.updates.values()) != list(range(count - len(made.updates), count)):
-        raise fail("E0851", f"{name}: what updates buffers must be the block's last outputs", node=name)
+        raise fail(
+            "E0851",
+            f"{name}: what updates buffers must be the block's last outputs",
+            node=name,
+            hint="put them last in the blueprint, each once",
+        )
 
 
 def _check_unused(name: str, module: nn.Module, made: Seat) -> None:
@@ -165,4 +194,9 @@ def _check_unused(name: str, module: nn.Module, made: Seat) -> None:
     for path, _ in module.named_parameters(remove_duplicate=False):
         inside = any(path.startswith(f"{w}.") if w else True for w in wrapped)
         if path not in used and not inside:
-            raise fail("E0851", f"{name}.{path} is read by no leaf of {made.block.artifact_id}", node=name)
+            raise fail(
+                "E0851",
+                f"{name}.{path} is read by no leaf of {made.block.artifact_id}",
+                node=name,
+                hint="compile a blueprint that reads it, or name its leaf: Fit(id, names={leaf: name})",
+            )

@@ -299,6 +299,16 @@ def double_backward(artifact_id: str) -> Exception:
     )
 
 
+def no_tensor(name: str, value: object) -> EsperError:
+    """E0818 for a value that is no tensor: an array, a list, a number."""
+    return fail(
+        "E0818",
+        f"{type(value).__name__} where {name} takes a tensor",
+        node=name,
+        hint="torch.as_tensor(value) shares the memory of a numpy array; its dtype must be the declared one",
+    )
+
+
 def no_transform(artifact_id: str) -> EsperError:
     """E0817."""
     return fail(

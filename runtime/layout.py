@@ -130,7 +130,9 @@ def other_rank(spec: TensorSpec, shape: Sequence[int]) -> EsperError:
         "E0810",
         f"{spec.name} has the shape {list(shape)}, declared [{declared}]",
         node=spec.name,
-        hint=f"rows that do not meet: fold leading axes, {fold}, as runtime.swap does" if further else None,
+        hint=f"if no row affects another: pass {fold}, unflatten the result; runtime.swap does so by itself"
+        if further
+        else f"pass a tensor with {len(spec.shape)} axes, or compile the blueprint for this shape",
     )
 
 

@@ -16,10 +16,13 @@ from esper_ir.diagnostics import EsperError
 from runtime.adapters import Unfoldable, adapted, is_adapter
 from runtime.binding import SERVED_EAGERLY, Block
 from runtime.errors import fail
+from runtime.functions import no_tensor
 from runtime.operators import NCHW, NHWC
 from runtime.state import given, recomputing, with_drawn
 
 log = logging.getLogger("esper.runtime")
+SERVED = SERVED_EAGERLY | {"E0811", "E0854"}  # what a module's own forward may answer instead
+EAGERLY = "swap with fallback='eager': the module's own forward answers"
 _is_compiling = torch.compiler.is_compiling
 _lists: Any = torch  # whose operators on lists are not among its typed names
 
@@ -118,17 +121,37 @@ class Seat:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.mode != "always" and module.training != (self.mode == "train"):
             return self.original.forward(module, *args, **kwargs)
-        if self.options.fallback == "error" or _is_compiling():
+        if _is_compiling():
             return self.run(module, self.inputs(args, kwargs))
         try:
             return self.run(module, self.inputs(args, kwargs))
-        except EsperError as error:
-            if error.code not in SERVED_EAGERLY | {"E0811", "E0854"}:
+        except AttributeError:
+            strange = [v for v in (*args, *kwargs.values()) if not isinstance(v, Tensor)]
+            if not strange:
                 raise
+            raise self._placed(no_tensor(self.block.artifact_id, strange[0])) from None
+        except EsperError as error:
+            if self.options.fallback == "error" or error.code not in SERVED:
+                raise self._placed(error)  # noqa: B904 (the same error)
             if not self.eager_calls:
                 log.warning("%s: answered by the module itself: %s", self.name, error.message)
             self.eager_calls += 1
         return self.original.forward(module, *args, **kwargs)
+
+    def _placed(self, error: EsperError) -> EsperError:
+        """The same error, saying which module and artifact it is about and what swap can do."""
+        if not error.message.startswith(self.name):
+            error.message = f"{self.name} by {self.block.artifact_id}: {error.message}"
+        hint = (error.hint or "").replace("load with fallback='eager'", EAGERLY)
+        if error.code in SERVED and self.options.fallback == "error" and "fallback=" not in hint:
+            hint = f"{hint}, or {EAGERLY}" if hint else EAGERLY
+        if "flatten(" in hint and not self.folds:
+            hint = (
+                "in this block rows affect each other, so swap folds no leading axes: pass the declared rank"
+            )
+        error.hint = hint or None
+        error.args = (error.render(),)
+        return error
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The block's inputs of a call; E0854 for arguments that the block has no place for."""

@@ -75,6 +75,9 @@ def swap(
     """
     if undo:
         return {name: _undone(name, module) for name, module in _seated(model)}
+    if plan is not None and not isinstance(plan, Mapping):
+        hint = "a mapping of patterns or module classes to ids: {'layers.*.mlp': id}"
+        raise fail("E0819", f"plan is a {type(plan).__name__}", hint=hint)
     options = Options(fallback, check)
     where: dict[str, Any] = {"library": library, "allow_unvalidated": allow_unvalidated}
     made: list[tuple[str, nn.Module, Seat]] = []
@@ -119,6 +122,9 @@ def _undone(name: str, module: nn.Module) -> str:
 def _matching(model: nn.Module, key: str | type[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Modules that a key means, each once. E0850 when there are none."""
     named = list(model.named_modules())
+    if not isinstance(key, str | type):
+        hint = "a pattern of dotted names such as 'layers.*.mlp', or a class of modules"
+        raise fail("E0819", f"the plan has a {type(key).__name__} as a key", hint=hint)
     if isinstance(key, str):
         found = [(n, m) for n, m in named if n and _matches(n, key)]
     else:

@@ -18,6 +18,7 @@ from esper_ir.types import Dim, DimSpec
 
 LARGEST = 2**20
 """Upper end of a range that the user leaves open."""
+ONLY = ""  # in place of a name: the only input
 Axis = int | tuple[int, str] | tuple[int, str, DimSpec]
 Dynamic = int | Sequence[int] | Mapping[int | str, Any] | None
 """What `dynamic` may be: an axis or several, of every input; or {input: axes}, by name or place, where
@@ -121,9 +122,19 @@ def _wanted(dynamic: Dynamic, name: str, position: int) -> Any:
     return dynamic.get(name, dynamic.get(position))
 
 
+def _of_the_only(dynamic: Mapping[int | str, Any], names: Sequence[str]) -> Mapping[int | str, Any]:
+    """Axes of no named input belong to the only one."""
+    if len(names) != 1:
+        axis = next(iter(dynamic[ONLY]))
+        raise _bad(f"a dim of axis {axis} but of which input? {names[0]}:{axis}=..., of {', '.join(names)}")
+    return {names[0]: {**dynamic.get(names[0], {}), **dynamic[ONLY]}}
+
+
 def plan(dynamic: Dynamic, tensors: Sequence[tuple[str, Tensor]]) -> tuple[Dims, list[dict[int, str]]]:
     """Dims and, per tensor in order, the dim of every axis that varies. Raises EsperError E0407."""
     dims, rows = Dims(), []
+    if isinstance(dynamic, Mapping) and ONLY in dynamic:
+        dynamic = _of_the_only(dynamic, [n for n, _ in tensors])
     if isinstance(dynamic, Mapping):
         names = {n for n, _ in tensors}
         for key in dynamic:
@@ -205,7 +216,8 @@ _OPTION = re.compile(r"(?:([A-Za-z_]\w*):)?(-?\d+)(?:=([A-Za-z_]\w*)(?::(\d+):(\
 
 
 def from_options(options: Sequence[str]) -> Dynamic:
-    """`--dynamic` options as the argument: "0", "x:0", "x:0=tokens", "x:0=tokens:1:4096". Raises E0407."""
+    """`--dynamic` options as the argument: "0", "x:0", "x:0=tokens", "x:0=tokens:1:4096", and without "x:" of
+    the only input. Raises E0407."""
     everywhere: list[int] = []
     named: dict[int | str, dict[int, Any]] = {}
     for text in options:
@@ -216,10 +228,8 @@ def from_options(options: Sequence[str]) -> Dynamic:
         spec = DimSpec(int(low), int(high)) if low else None
         if name is None and label is None:
             everywhere.append(int(axis))
-        elif name is None:
-            raise _bad(f"--dynamic {text!r} names a dim but no input")
         else:
-            named.setdefault(name, {})[int(axis)] = label if spec is None else (label, spec)
+            named.setdefault(name or ONLY, {})[int(axis)] = label if spec is None else (label, spec)
     if everywhere and named:
         raise _bad("axes of every input and of one input do not go together")
     return named or (everywhere or None)

@@ -246,9 +246,16 @@ def test_options_of_the_command_line() -> None:
         "x": {0: "rows", 1: ("n", DimSpec(2, 8))},
         "y": {1: None},
     }
-    for wrong in (("x",), ("0=rows",), ("0", "x:1"), ("x:0=1a",)):
+    for wrong in (("x",), ("0", "x:1"), ("x:0=1a",)):
         with pytest.raises(EsperError, match="E0407"):
             from_options(wrong)
+
+
+def test_a_named_axis_of_the_only_input() -> None:
+    blueprint = from_torch(nn.Linear(4, 2), torch.randn(16, 4), dynamic=from_options(("0=rows:1:4096",)))
+    assert (blueprint.dims["rows"].min, blueprint.dims["rows"].max) == (1, 4096)
+    told = refusal(Two(), inputs([(3, 5), (4, 5)]), dynamic=from_options(("0=rows",)))
+    assert told.code == "E0407" and "which input" in told.message and "x:0=" in told.message
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ def test_resolve(lib: Library) -> None:
     other = lib.put_artifact(make_container(3, blueprint=1))
     assert lib.resolve(one.id) == one and lib.resolve(one.id[:-2]) == one
     assert lib.resolve(other.blueprint) == other and lib.resolve(other.blueprint[:20]) == other
+    assert lib.resolve(other.blueprint[:4]) == other
+    assert lib.blueprint(other.blueprint[:4]).id == other.blueprint
     with pytest.raises(EsperError) as error:
         lib.resolve(one.blueprint)
     assert (error.value.code, error.value.exit_code) == ("E0722", 14)

@@ -155,15 +155,16 @@ def test_torchs_layout_of_weights(ids: dict[str, str], key: str, out: int) -> No
     assert swapped(model)["0"]["counters"]["copies"] == 1  # the transposed weight
 
 
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x * self.weight, -2)
+
+
 def test_leading_axes_fold_only_where_rows_are_alone(ids: dict[str, str]) -> None:
-    class Columns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(SIDE))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(x * self.weight, -2)
-
     model = nn.Sequential(Columns())
     plain = copy.deepcopy(model)
     swap(model, {"0": ids["columns"]})
@@ -219,6 +220,41 @@ def test_what_the_block_does_not_serve(ids: dict[str, str], caplog: pytest.LogCa
     assert torch.equal(mlp["m"](x=x), mlp["m"](x))
     assert "missing" in str(refusal("E0854", mlp["m"]))
     assert "more" in str(refusal("E0854", mlp["m"], x, more=x))
+
+
+def test_an_error_names_the_module_and_says_what_to_do(ids: dict[str, str]) -> None:
+    """Found in a model of many blocks: which module, which artifact, what swap can do."""
+    model = nn.Sequential(Gelu(SIDE, 48), Gelu(48, SIDE))
+    swap(model, {"0": ids["oblong"]})
+    for value, code, hint in (
+        (torch.randn(65, SIDE), "E0813", "swap with fallback='eager'"),
+        (torch.randn(3, SIDE).double(), "E0811", "swap with fallback='eager'"),
+        (torch.randn(3, SIDE + 1), "E0810", "declared [rows, 32]"),
+        (torch.randn(SIDE), "E0810", "2 axes"),
+        (torch.randn(3, SIDE).numpy(), "E0818", "torch.as_tensor"),
+    ):
+        told = refusal(code, model, value)
+        assert told.message.startswith(f"0 by {ids['oblong']}: ") and hint in str(told)
+        assert "load with" not in str(told)
+    columns = nn.Sequential(Columns())
+    swap(columns, {"0": ids["columns"]})
+    assert "rows affect each other" in str(refusal("E0810", columns, torch.randn(2, 6, SIDE)))
+
+
+def test_every_refusal_of_a_fit_has_a_hint(ids: dict[str, str]) -> None:
+    hooked = Gelu(SIDE, 48)
+    hooked.forward = hooked.forward
+    for module, fit in (
+        (Gelu(SIDE, 48).double(), Fit(ids["oblong"])),
+        (Gelu(SIDE, 49), Fit(ids["oblong"])),
+        (hooked, Fit(ids["oblong"])),
+        (Gelu(SIDE, 48), Fit(ids["oblong"], names={"other": "weight"})),
+        (Gelu(SIDE, 48), Fit(ids["oblong"], updates={"mean": 1})),
+        (nn.LayerNorm(64), Fit(ids["head.norm"])),
+    ):
+        assert refusal("E0851", swap, nn.Sequential(module), {"0": fit}).hint
+    for plan in ([ids["oblong"]], {3: ids["oblong"]}):
+        assert "layers.*.mlp" in str(refusal("E0819", swap, nn.Sequential(Gelu(SIDE, 48)), plan))
 
 
 def test_copies_files_and_other_values(ids: dict[str, str]) -> None:
