@@ -140,7 +140,7 @@ class Seat:
 
     def _placed(self, error: EsperError) -> EsperError:
         """The same error, saying which module and artifact it is about and what swap can do."""
-        if not error.message.startswith(self.name):
+        if error.node != self.name:
             error.message = f"{self.name} by {self.block.artifact_id}: {error.message}"
         hint = (error.hint or "").replace("load with fallback='eager'", EAGERLY)
         if error.code in SERVED and self.options.fallback == "error" and "fallback=" not in hint:
