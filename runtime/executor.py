@@ -24,7 +24,7 @@ from runtime.bound import BoundDispatch, BoundLayout, Kernels, bind
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
 from runtime.errors import fail
-from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out, other_rank
+from runtime.layout import ExternCall, Functions, Layout, feed_count, lay_out, other_rank, other_size
 from runtime.memo import Memo
 
 READY_LIMIT = 256
@@ -225,13 +225,7 @@ class Program:
         for spec, shape in zip(specs, shapes, strict=True):
             wanted = tuple(evaluate(s, dims) for s in spec.shape)
             if wanted != tuple(shape):
-                raise fail(
-                    "E0810",
-                    f"{spec.name} has the shape {list(shape)}, expected {list(wanted)}",
-                    node=spec.name,
-                    hint=f"declared [{', '.join(map(str, spec.shape))}]: a number is fixed, a name one size "
-                    "everywhere; compile the blueprint for other sizes",
-                )
+                raise other_size(spec, shape, wanted)
         return tuple(dims.values())
 
     def _check_ranges(self, dims: Mapping[str, int]) -> None:

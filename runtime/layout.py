@@ -136,6 +136,17 @@ def other_rank(spec: TensorSpec, shape: Sequence[int]) -> EsperError:
     )
 
 
+def other_size(spec: TensorSpec, shape: Sequence[int], wanted: Sequence[int]) -> EsperError:
+    """E0810 for a tensor of another shape than the call's dims give it."""
+    return fail(
+        "E0810",
+        f"{spec.name} has the shape {list(shape)}, expected {list(wanted)}",
+        node=spec.name,
+        hint=f"declared [{', '.join(map(str, spec.shape))}]: a number is fixed, a name one size everywhere; "
+        "compile the blueprint for other sizes",
+    )
+
+
 class _Placer:
     """Gives every buffer a slot and an offset."""
 
