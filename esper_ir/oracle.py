@@ -337,7 +337,8 @@ def draw(
     return DRAWS[name](shape, kind.dtype, generator).to(dtype)
 
 
-def _at_offset(tensor: Tensor, elements: int) -> Tensor:
+def at_offset(tensor: Tensor, elements: int) -> Tensor:
+    """The same values so many elements behind where an allocation begins."""
     storage = torch.empty(tensor.numel() + elements, dtype=tensor.dtype, device=tensor.device)
     out = storage[elements:].view(tensor.shape)
     return out.copy_(tensor)
@@ -346,7 +347,7 @@ def _at_offset(tensor: Tensor, elements: int) -> Tensor:
 def _strided(tensor: Tensor) -> Tensor:
     """Every second element of a buffer twice as wide."""
     if not tensor.ndim:
-        return _at_offset(tensor, 1)
+        return at_offset(tensor, 1)
     wide = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
     return wide[..., ::2].copy_(tensor)
 
@@ -365,8 +366,8 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "dense": lambda t: t.contiguous(),
     "strided": _strided,
     "transposed": _transposed,
-    "offset": lambda t: _at_offset(t, 64),
-    "misaligned": lambda t: _at_offset(t, 1),
+    "offset": lambda t: at_offset(t, 64),
+    "misaligned": lambda t: at_offset(t, 1),
     EXPANDED: _expanded,
 }
 """How a tensor lies in memory, by name. All but `EXPANDED` keep its values."""

@@ -20,7 +20,9 @@ from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
 
 COTANGENT = "cotangent:"
-LAYOUTS = tuple(name for name in oracle.LAYOUTS if name != "dense")
+HALVED = {f"from {n} bytes on": n for n in (8, 16)}
+"""Where vectors of 8 or 16 bytes may be loaded and no longer ones: allocations begin at more."""
+LAYOUTS = (*(name for name in oracle.LAYOUTS if name != "dense"), *HALVED)
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
 OWN_DRAWS = (
     "unit", "negative", "sunk", "zeros", "gaps", "spikes", "tiny", "integers", "uneven", "above", "below",
@@ -204,6 +206,8 @@ def _gaps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def _laid_out(recipe: Recipe, tensor: Tensor) -> Tensor:
     """Replayed tensors are dense; their layout is made again."""
+    if recipe.layout in HALVED:
+        return oracle.at_offset(tensor, max(HALVED[recipe.layout] // tensor.element_size(), 1))
     layout = oracle.LAYOUTS.get(recipe.layout)
     return layout(tensor) if layout and recipe.layout != "dense" and tensor.dim() else tensor
 

@@ -74,6 +74,22 @@ def test_inputs_are_not_written_whatever_is_written(body: str, server: ForkServe
     assert "memory" in found and "SIGSEGV" in found
 
 
+WHERE = {
+    "((uintptr_t)x & 31) == 16": "from 16 bytes on",
+    "((uintptr_t)x & 15) == 8": "from 8 bytes on",
+    "omp_get_num_threads() > 4": "9 threads",
+}
+
+
+@pytest.mark.parametrize("condition", WHERE)
+def test_wrong_at_some_addresses_or_with_more_threads(condition: str, server: ForkServer) -> None:
+    right = "float v = x[r * C + c] * w[c];"
+    more = "extern int omp_get_num_threads(void);"
+    wrong = f"{more} {right} if ({condition}) v = 1;"
+    made = handmade.edit(toys.affine(), (right, wrong))
+    assert WHERE[condition] in _refused(made, server)
+
+
 def test_an_exit_without_a_word_is_no_pass(server: ForkServer) -> None:
     assert "exit code 0" in _refused(_hostile("call(231, 0, 0, 0);", SYSCALL), server)
 
