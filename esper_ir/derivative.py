@@ -133,8 +133,10 @@ def _pow(a: Expr, b: Expr, y: Expr) -> tuple[Expr, Expr]:
     """d(a^b): b a^(b-1), zero where b is 0; a^b log(a), zero where a is 0 and b is not negative."""
     if isinstance(b, Const):
         power = float(b.value)
+        if power in (0, 1):
+            return Const(power), ZERO
         inner = a if power == 2 else prim("pow", a, power - 1.0)
-        return (ZERO if power == 0 else mul(Const(power), inner)), ZERO
+        return mul(Const(power), inner), ZERO
     base = where(prim("eq", b, 0.0), ZERO, mul(b, prim("pow", a, prim("sub", b, 1.0))))
     at_zero = prim("and", prim("eq", a, 0.0), prim("ge", b, 0.0))
     return base, where(at_zero, ZERO, prim("mul", y, prim("log", a)))

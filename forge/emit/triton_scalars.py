@@ -41,6 +41,13 @@ LIBDEVICE: dict[str, str] = {
     "fmod": "_fmod({0}, {1})",
     "round": "libdevice.rint({0})",
 }
+POWERS: dict[float, str] = {1.0: "{0}", 2.0: "({0} * {0})", 3.0: "({0} * {0} * {0})"}
+REAL_POWERS: dict[float, str] = {
+    0.5: "_sqrt({0})", -0.5: "tl.rsqrt({0})", -1.0: "_div_of_number(1.0, {0})",
+    -2.0: "_div_of_number(1.0, {0} * {0})",
+}  # fmt: skip
+"""Powers by a number that torch, too, computes by products and roots: of any type, and by a real number.
+The general function takes several times what memory does."""
 OF_ONE_TYPE = ("atan2", "pow", "fmod", "quotient", "shl", "shr")
 """Functions that take operands of one type, so that a number becomes one of the other's."""
 OF_REALS = frozenset((*ONE_OPERAND, "atan2", "erf", "rsqrt", "sqrt", "sigmoid"))
@@ -392,6 +399,8 @@ def spell(expr: Expr, args: list[str], interpreted: bool, alone: str = "", fast:
         return rounded(spell(expr.arg, args, interpreted, alone, fast), expr.dtype)
     if fast and expr.name in FAST:
         return FAST[expr.name].format(*(spell(a, args, interpreted, alone, fast) for a in expr.args))
+    if expr.name == "pow" and (power := _power(expr)):
+        return power.format(spell(expr.args[0], args, interpreted, alone, fast))
     if expr.name == "div" and all(isinstance(a, Const) for a in expr.args) and not alone:
         return number(_divided(*(float(a.value) for a in expr.args if isinstance(a, Const))))
     if expr.name in OF_ONE_TYPE and not (alone or interpreted) and len(_numbers(expr)) == 1:
@@ -426,6 +435,14 @@ def real_operands(expr: Expr, kinds: Sequence[DType]) -> set[int]:
 
 def _real(expr: Expr) -> bool:
     return isinstance(expr, Const) and isinstance(expr.value, float)
+
+
+def _power(expr: Prim) -> str:
+    """Template of a power by one of the numbers above; empty for any other."""
+    exponent = expr.args[1]
+    if not isinstance(exponent, Const):
+        return ""
+    return POWERS.get(exponent.value, "") or (REAL_POWERS.get(exponent.value, "") if _real(exponent) else "")
 
 
 def _numbers(expr: Prim) -> list[int]:

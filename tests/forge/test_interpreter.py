@@ -99,6 +99,18 @@ CASES |= {
         "path": "examples/cross_entropy.json", "sizes": {"32000": 17000}, "dims": {"rows": 3},
     },
 }  # fmt: skip
+def powers(*numbers: float) -> dict[str, Any]:
+    """The sum of the powers of x^2 + 1/2."""
+    sums = [{"id": "s", "op": "mul", "inputs": ["x", "x"]}, {"id": "o", "op": "add", "inputs": ["s", 0.5]}]
+    last = "s"
+    for at, number in enumerate(numbers):
+        sums.append({"id": f"p{at}", "op": "pow", "inputs": ["o", number]})
+        sums.append({"id": f"t{at}", "op": "add", "inputs": [last, f"p{at}"]})
+        last = f"t{at}"
+    return {**block(["n", 24], *sums), "outputs": [last]}
+
+
+CASES["powers by a number"] = {"blueprint": powers(1, 2, 3, 0.5, -0.5, -1.0, -2.0), "dims": {"n": 5}}
 LINEAR = block(
     ["n", 48], {"id": "u", "op": "matmul", "inputs": ["x", "w"]},
     {"id": "v", "op": "add", "inputs": ["u", "b"]}, {"id": "y", "op": "gelu", "inputs": ["v"]},
