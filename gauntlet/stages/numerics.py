@@ -55,7 +55,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, dims=odd, draw=draw, seed=context.seed + 1)
     for layout in inputs.LAYOUTS:
         yield replace(base, layout=layout)
-        yield replace(base, layout=layout, dims=odd)
+        if layout not in inputs.HALVED:
+            yield replace(base, layout=layout, dims=odd)
     for dims in _outside(subject):
         yield replace(base, dims=dims, draw=OUTSIDE)
     large = replace(base, dims=subject.largest_dims(), draw="normal")

@@ -32,7 +32,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     subject = context.subject
     wanted = subject.launch.interface.differentiable
     dims = subject.base_dims()
-    draws = inputs.smooth_draws(subject)
+    allowed = inputs.draws(subject, quick=context.quick)
+    draws = [draw for draw in inputs.smooth_draws(subject) if draw in allowed]
     for draw in draws[: 1 if subject.heavy or subject.elements(dims) > DEAR else len(draws)]:
         yield Recipe("selftest", dims, draw, cotangent="normal" if wanted else "", seed=context.seed)
 

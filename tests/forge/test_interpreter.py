@@ -99,6 +99,8 @@ CASES |= {
         "path": "examples/cross_entropy.json", "sizes": {"32000": 17000}, "dims": {"rows": 3},
     },
 }  # fmt: skip
+
+
 def powers(*numbers: float) -> dict[str, Any]:
     """The sum of the powers of x^2 + 1/2."""
     sums = [{"id": "s", "op": "mul", "inputs": ["x", "x"]}, {"id": "o", "op": "add", "inputs": ["s", 0.5]}]
