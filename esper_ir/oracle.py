@@ -114,8 +114,8 @@ def _top(values: Tensor) -> float:
     """Largest magnitude; NaN where there is one."""
     if not values.numel():
         return 0.0
-    low, high = torch.aminmax(values)
-    return float(torch.maximum(low.abs(), high.abs()))
+    low, high = (float(end) for end in torch.aminmax(values))  # both NaN where one element is
+    return abs(low) if math.isnan(low) or -low > high else abs(high)
 
 
 def classes(values: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ A draw is named by one of these and a leaf ("far x"); a cotangent by one of them
 turned      one leaf all negative among others that are all positive, under infinities that flow back: where
             several ways of a gradient meet in a sum, infinities of either sign meet there. Of leaves with
             either sign a sum over eight terms is nearly always undefined before, and hides what became of one
+against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
+            for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
+            what it is by a short one. Against itself: no other is negative
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ from esper_ir.types import DType
 from gauntlet.subject import Subject
 
 FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
+AGAINST = " against "
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
 OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 """How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
 """
 COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
-LEAVES = 8
-"""Leaves that are taken to the ends, of a block with more."""
+LEAVES, OPPOSED = 8, 4
+"""Leaves that are taken to the ends, of a block with more; and that are tried against every other."""
 SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0}
 WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0}
 """Factors on normal values; of float16, and of the types with the exponents of float32 or more."""
@@ -47,6 +51,16 @@ elements."""
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     """Draws of this block, leaf by leaf."""
     return ["small", *(f"{h} {n}" for n in leaves(subject) for h in _possible(subject, how))]
+
+
+def opposed(subject: Subject) -> list[str]:
+    """Draws of an infinite leaf against another and against itself; of many, against the next one only."""
+    found = leaves(subject)
+    if not _possible(subject, (INFINITE,)) or len(found) < 2:
+        return []
+    others = len(found) if len(found) <= OPPOSED else 2
+    rows = [(n, [*found[at:], *found[:at]][:others]) for at, n in enumerate(found)]
+    return [f"{INFINITE} {one}{AGAINST}{other}" for one, against in rows for other in against]
 
 
 def leaves(subject: Subject) -> list[str]:
@@ -91,6 +105,9 @@ def of_leaf(draw: str, leaf: str) -> str:
         return "below" if moved == leaf else "above"
     if how not in HOW or not moved:
         return draw
+    moved, _, below = moved.partition(AGAINST)
+    if below and leaf != moved:
+        return "below" if leaf == below else "above"
     return how if moved == leaf else OTHERS.get(how, "normal")
 
 
@@ -103,8 +120,9 @@ def _infinite(shape: tuple[int, ...], generator: torch.Generator, most: int) -> 
     count = max(1, min(most, len(rows), value.numel() // SHARE))
     at = torch.randperm(len(rows), generator=generator)[:count]
     column = torch.randint(0, rows.shape[1], (count,), generator=generator)
-    sign = torch.randint(0, 2, (count,), generator=generator).double() * 2 - 1
-    rows[at, column] = sign * torch.inf
+    first = torch.randint(0, 2, (), generator=generator)
+    sign = 1 - 2 * ((first + torch.arange(count)) % 2)  # both, where there are two
+    rows[at, column] = sign.double() * torch.inf
     return value
 
 

@@ -37,9 +37,10 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for draw in edges.names(subject):
         yield replace(base, draw=draw, dims=edges.dims(subject))
-    ends = [*ranges.names(subject), *lone.names(subject)]
-    for draw in ends:
+    ends, opposed = [*ranges.names(subject), *lone.names(subject)], ranges.opposed(subject)
+    for draw in (*ends, *opposed):
         yield replace(base, draw=draw)
+    ends += [] if context.quick else opposed
     for dims in subject.regions[1:]:
         for draw in TELLING if context.quick else inputs.draws(subject, quick=False):
             yield replace(base, dims=dims, draw=draw)

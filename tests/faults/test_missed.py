@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from bench import faults
+from esper_ir import oracle
+from gauntlet import inputs, ranges
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
-from gauntlet.stage import Context
+from gauntlet.stage import Context, Recipe
 from gauntlet.stages.numerics import deep
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -80,6 +82,25 @@ def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path:
     for planted in faults._written(tmp_path, block, chosen, 0):
         found = judge((tmp_path / planted.file).read_bytes(), "cpu", server, seed=2)
         assert found.passed is False and "inf or NaN" in found.reason, (planted.kernel, found.reason)
+
+
+def test_an_infinity_shows_beside_what_it_becomes_by_a_long_way() -> None:
+    """x + mlp(x), with the infinities of the first x alone taken for large numbers: where the second is
+    undefined too, nothing shows."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "mlp_64_bf16"), "cpu")
+    subject = Subject(unpack(block.container), torch.device("cpu"))
+
+    def shown(draw: str) -> bool:
+        drawn = inputs.values(subject, Recipe("numerics", subject.base_dims(), draw, seed=2))
+        x, one, two = (drawn[n].double() for n in ("x", "w1", "w2"))
+        long = torch.nn.functional.gelu(x @ one) @ two
+        right, cut = (oracle.classes(short + long) for short in (x, x.clamp(-3e38, 3e38)))
+        return bool((right != cut).any())
+
+    told = ranges.opposed(subject)
+    assert len(told) == 9
+    assert [d for d in told if shown(d)] == ["infinite x against w1", "infinite x against w2"]
+    assert not any(shown(d) for d in ranges.names(subject))
 
 
 def test_every_region_is_tried_where_it_ends() -> None:

@@ -83,7 +83,8 @@ def _written(block: Block, step: dict[str, Any]) -> set[int]:
 
 
 def _swapped(block: Block) -> Iterator[Mutant]:
-    """Two arguments of one shape and type in each other's place; not where a sum takes both."""
+    """Two arguments of one shape and type in each other's place; not where a sum takes both. Of a product
+    of the two nothing changes."""
     for plan, at in _launches(block):
         args = plan["steps"][at]["args"]
         for i, j in _alike(block, plan, at):
@@ -138,7 +139,7 @@ CLASSES = (
     FaultClass("grid too small", _grids),
     FaultClass("stale workspace", _steps),
     FaultClass("missing barrier", _order),
-    FaultClass("buffers swapped", _swapped),
+    FaultClass("buffers swapped", _swapped, by_value=True),
     FaultClass("wrong size", _sizes),
     FaultClass("forged manifest", _forged),
 )
