@@ -157,6 +157,12 @@ def added(block: Block, kernel: str, one: int, two: int) -> bool:
     return any(re.search(rf"\b({a}\)* \+ \(*{b}|{b}\)* \+ \(*{a})\b", text) for a, b in pairs)
 
 
+def mixed(site: Site, value: str) -> str:
+    """A little of a wrong value in what is right: a fault of the same kind near the bound."""
+    share, of = 1.5 * SMALL[site.dtype], "f" if site.block.kind == "c" else ""
+    return f"(({site.value}) * {1 - share!r}{of} + ({value}) * {share!r}{of})"
+
+
 def of_role(block: Block, what: str, *roles: str) -> Iterator[Site]:
     """Loads or stores of buffers that are one of `roles` in every launch: what a caller sees or gives."""
     for kernel in block.texts:

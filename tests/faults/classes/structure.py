@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import C_ARGUMENT, Site, idle, of_role, only_subtracted, sites
+from tests.faults.sites import C_ARGUMENT, Site, idle, mixed, of_role, only_subtracted, sites
 
 LOOP = "#pragma omp parallel for"
 C_TAIL = re.compile(r"last = (first \+ (?!1 )\d+) < (\w+) \? \1 : \2;")
@@ -69,6 +69,8 @@ def _axes(block: Block) -> Iterator[Mutant]:
         halved = f"({site.index}) / 2" if block.kind == "c" else f"({site.index}) // 2"
         value = site.value.replace(site.index, halved, 1)
         yield Mutant("wrong axis", site.kernel, site.value, site.put(value))
+        little = site.put(mixed(site, value))
+        yield Mutant("wrong axis", site.kernel, f"a little of {value}", little, subtle=True)
 
 
 def _results(block: Block) -> Iterator[Site]:
@@ -158,7 +160,7 @@ def _skipped(block: Block) -> Iterator[Mutant]:
 CLASSES = (
     FaultClass("dropped mask", _masks),
     FaultClass("off-by-one extent", _extents),
-    FaultClass("wrong axis", _axes),
+    FaultClass("wrong axis", _axes, by_value=True),
     FaultClass("out-of-bounds store", _beyond),
     FaultClass("input overwritten", _overwritten),
     FaultClass("endless loop", _endless),

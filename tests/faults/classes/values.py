@@ -8,7 +8,7 @@ from zlib import crc32
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import SMALL, Site, of_role, only_subtracted, sites
+from tests.faults.sites import SMALL, Site, mixed, of_role, only_subtracted, sites
 
 RESULTS = ("output", "gradient")
 FAR = 600
@@ -117,6 +117,7 @@ def _epilogue(site: Site) -> Changes:
         operands = re.findall(r"\b[tv]\d+\b", body[1]) if body else []
         if len(set(operands)) == 2 and re.search(r"[tv]\d+\)* [-+*] \(*[tv]\d+", body[1] if body else ""):
             yield "last operation", operands[0], False
+            yield "a little of the last operation", mixed(site, operands[0]), True
             return
         if len(set(operands)) != 1:
             return
@@ -131,6 +132,7 @@ def _copied(site: Site) -> Changes:
         given = other.what == "load" and other.roles <= set(GIVEN) and other.name != site.name
         if given and same and other.end < site.start:
             yield f"argument {other.argument}", other.value, False
+            yield f"a little of argument {other.argument}", mixed(site, other.value), True
             return
 
 
