@@ -98,7 +98,7 @@ def _blocks(target: str, only: Sequence[str]) -> Iterator[corpus.Block]:
 
 def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[str, Mutant]]:
     """(block, mutant): as many of every class, over as many blocks as it has places in; of classes that have
-    subtle ones twice as many, two of three of them subtle."""
+    subtle ones twice as many, four of five of them subtle."""
     rng = random.Random(seed)
     found: dict[str, list[tuple[str, Mutant]]] = {}
     for name, kind in KINDS.items():
@@ -132,9 +132,9 @@ def _spread(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[s
 
 
 def _in_turn(one: list[Any], two: list[Any]) -> Iterator[list[Any]]:
-    """Two of the first, one of the second, and so on."""
-    for at in range(max(-(-len(one) // 2), len(two))):
-        yield [*one[2 * at : 2 * at + 2], *two[at : at + 1]]
+    """Four of the first, one of the second, and so on."""
+    for at in range(max(-(-len(one) // 4), len(two))):
+        yield [*one[4 * at : 4 * at + 4], *two[at : at + 1]]
 
 
 def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed: int) -> Iterator[Planted]:

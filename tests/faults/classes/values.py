@@ -132,7 +132,6 @@ def _copied(site: Site) -> Changes:
         given = other.what == "load" and other.roles <= set(GIVEN) and other.name != site.name
         if given and same and other.end < site.start:
             yield f"argument {other.argument}", other.value, False
-            yield f"a little of argument {other.argument}", mixed(site, other.value), True
             return
 
 
