@@ -45,5 +45,5 @@ def in_line(plan: KernelPlan) -> bool:
     if not isinstance(tile, RowTile) or tile.programs or any(isinstance(s, Reduce) for s in plan.body):
         return False
     cols = plan.cols.static
-    plain = not any(a.windows for a in plan.accesses)
+    plain = tile.unroll_cols > 1 or not any(a.windows for a in plan.accesses)
     return plain and (cols is None or cols > tile.block_cols) and not across(plan.accesses)

@@ -15,7 +15,8 @@ class RowTile:
     under way into shared memory, without registers. `online`: of a row that is swept, a maximum and the sums
     of exponentials less that maximum come from one sweep (forge.online), in another order of rounding.
     `unroll`: neighbours along the rows' last axis that are one row (forge.unroll); `unroll_above`: along the
-    axis before it.
+    axis before it; `unroll_cols`: columns that are one, whose operands are loaded as vectors
+    (forge/emit/triton_vectors.py).
     """
 
     block_rows: int
@@ -29,6 +30,7 @@ class RowTile:
     online: bool = False
     unroll: int = 1
     unroll_above: int = 1
+    unroll_cols: int = 1
 
     def __repr__(self) -> str:
         """Without the fields that came later where they say nothing: the text of a plan is in digests."""
@@ -37,5 +39,7 @@ class RowTile:
         return f"RowTile({', '.join(told)})"
 
 
-LATER_OF_ROWS: Mapping[str, int | bool] = {"stages": 1, "online": False, "unroll": 1, "unroll_above": 1}
+LATER_OF_ROWS: Mapping[str, int | bool] = {
+    "stages": 1, "online": False, "unroll": 1, "unroll_above": 1, "unroll_cols": 1,
+}  # fmt: skip
 """Fields of a RowTile that older plans, journals and tables do not have, with what they mean there."""

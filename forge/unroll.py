@@ -31,9 +31,9 @@ def unrolled(
 ) -> Unrolled:
     """The work with as many neighbours in each position as the tile says; the same where it says one."""
     made: Unrolled = space, list(accesses), list(stmts)
-    if tile.unroll == tile.unroll_above == 1:
+    if tile.unroll == tile.unroll_above == tile.unroll_cols == 1:
         return made
-    for back, times in ((2, tile.unroll), (3, tile.unroll_above)):
+    for back, times in ((2, tile.unroll), (3, tile.unroll_above), (1, tile.unroll_cols)):
         if times > 1 and len(space) >= back + 1:
             made = _Copies(*made, len(space) - back, times).build()
     maxima = _maxima(made[2])

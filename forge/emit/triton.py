@@ -20,6 +20,7 @@ from forge.emit.triton_rows import rows
 from forge.emit.triton_scalars import TRITON_TYPE, preamble
 from forge.emit.triton_scan import scans
 from forge.emit.triton_table import gathers, places
+from forge.emit.triton_vectors import HELPERS as VECTORS
 from forge.emit.writer import dim_text, size_name
 from forge.plan import (
     Access,
@@ -58,7 +59,7 @@ def emit_kernel(plan: KernelPlan, *, interpreted: bool = False) -> str:
     out.w.line("@triton.jit")
     with out.w.block(f"def {plan.name}({params}):"):
         _EMITTERS[type(plan.tile)](out, plan.tile)
-    return helpers(out.pairs) + out.w.text()
+    return helpers(out.pairs) + (VECTORS if out.vectors else "") + out.w.text()
 
 
 # PointTile ----------------------------------------------------------------------------------------

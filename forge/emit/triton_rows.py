@@ -8,6 +8,7 @@ from dataclasses import replace
 from esper_ir.types import Dim
 from forge.along import apart, in_line
 from forge.emit import triton_moments as moments
+from forge.emit import triton_vectors as vectors
 from forge.emit.absent import zero_outside
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side, together
@@ -88,6 +89,8 @@ def _whole(k: Kernel, tile: RowTile, whole: bool) -> None:
     turn = "turn" if k.in_line else f"tl.program_id(1).to({k.index_type})"
     first = "" if whole else f"{turn} * {block} + "
     w.line(f"col = {first}{k.lanes(block, -1)}")
+    if tile.unroll_cols > 1:
+        vectors.begin(k, tile, first)
     exact = k.plan.cols.static is not None and k.plan.cols.static % block == 0
     col_mask = {} if exact else {"c": f"(col < {dim_text(k.plan.cols)})"}
     early, rest = ([], list(k.plan.body)) if _spread(k, tile) else k.hoist()
@@ -217,7 +220,7 @@ def _block(
             mask = k.mask("rc", masks) if absent else ""
             value = masked(s.arg, mask, identity(s.combine, k.dtypes[s.name]))
             k.w.line(f"{s.name}_acc = {combine}({s.name}_acc, {down(value, tile, sets, s.combine)})")
-        else:
+        elif tile.unroll_cols == 1 or not vectors.statement(k, s, index, masks):
             statement(k, s, index, masks)
     moments.count(k, reduces)
 

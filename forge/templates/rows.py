@@ -142,7 +142,7 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
     total = ONE
     for size in space:
         total = total * size
-    if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2 or _by_rows(space, accesses)):
+    if len(space) > 1 and (given.target.kind == "cpu" or len(space) == 2 or _by_rows(given, space, accesses)):
         return _rows(given, space, accesses)
     block = 1024 if given.target.kind != "cpu" else 16384
     tile = given.choose(space, accesses, PointTile(block, 4, given.reverse and given.target.kind != "cpu"))
@@ -150,10 +150,12 @@ def _pointwise(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access])
     return Lowered("pointwise", (step,))
 
 
-def _by_rows(space: tuple[Dim, ...], accesses: list[Access]) -> bool:
+def _by_rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> bool:
     """Some value is the same along a long last axis: loaded once a row, not once an element. Or windows move
-    along other axes only: where they are is found once a row.
+    along other axes only: where they are is found once a row. Or neighbours are made of vectors.
     """
+    if windowed.vectors(given.target, space, accesses, given.body.stmts):
+        return True
     last = len(space) - 1
     count = space[-1].static or 0
     if any(a.windows for a in accesses) and not any(a.window(last) for a in accesses):

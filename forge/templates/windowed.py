@@ -11,15 +11,17 @@ from dataclasses import replace
 
 from esper_ir.types import Dim
 from forge.access import INDEX, Access
-from forge.plan import Load, Reduce, RowTile, Stmt, next_pow2
+from forge.plan import Compute, Load, Reduce, RowTile, Stmt, Store, next_pow2
 from forge.target import Target
-from forge.templates.staged import full
+from forge.templates.staged import full, loaded
 from forge.unroll import possible
+from forge.views import ONE
 
 BYTES = 16  # that a thread loads at once
 ALONE = 132  # programs that share the rows where each is all that its multiprocessor runs, and
 TURNS = 528  # where four are
 MOST = 640  # statements of a body for all neighbours: longer ones are fetched from memory
+LANES = 4  # columns beside each other that are made of vectors
 FEW = 2  # values of a column that are loaded, beyond which they are worth it for more rows
 
 
@@ -30,6 +32,8 @@ def tile(
     """Neighbours that are one row, each with the channels that a thread loads at once; None where there is
     nothing to share.
     """
+    if vectors(target, space, accesses, stmts):
+        return _columns_tile(space, accesses, stmts, sizes, reverse)
     if target.kind == "cpu" or not possible(space, accesses, stmts):
         return None
     sums, columns = sum(isinstance(s, Reduce) for s in stmts), _columns(accesses, stmts)
@@ -84,3 +88,40 @@ def _columns(accesses: Sequence[Access], stmts: Sequence[Stmt]) -> int:
     """How many values of a column alone are loaded."""
     read = {s.access for s in stmts if isinstance(s, Load)}
     return sum(accesses[at].letters() == "c" and accesses[at].buffer != INDEX for at in read)
+
+
+def vectors(
+    target: Target, space: Sequence[Dim], accesses: Sequence[Access], stmts: Sequence[Stmt]
+) -> bool:  # fmt: skip
+    """Whether windows move by one along the columns over rows that begin where vectors do, and overlap: then
+    neighbouring columns are made together of vectors. Loads one by one are at addresses that only their own
+    size divides, eight of them a result of a sum of eight.
+    """
+    last, plain = len(space) - 1, (Load, Compute, Store)
+    if target.kind == "cpu" or last < 1 or not all(isinstance(s, plain) for s in stmts):
+        return False
+    read = [accesses[s.access] for s in stmts if isinstance(s, Load)]
+    read = [a for a in read if a.buffer != INDEX and "c" in a.letters()]
+    whole = all(a.letters() == "rc" for at, a in enumerate(accesses) if at not in loaded(stmts))
+    several = len(read) >= LANES and len(stmts) * LANES <= MOST
+    return several and whole and all(_aligned(a, last) for a in read)
+
+
+def _aligned(access: Access, last: int) -> bool:
+    window, steps = access.window(last), (*access.strides[:-1], access.offset)
+    if window is None or access.parts or access.table or "r" not in access.letters():
+        return False
+    whole = all(count % LANES == 0 for step in steps for _, count in step.terms)
+    return whole and access.strides[-1] == ONE and (window.mul, window.div) == (1, 1)
+
+
+def _columns_tile(
+    space: Sequence[Dim], accesses: Sequence[Access], stmts: Sequence[Stmt], sizes: Mapping[str, int],
+    reverse: bool,
+) -> RowTile:  # fmt: skip
+    """Two vectors of results a thread where what they are made of leaves registers for both, else one."""
+    groups = -(-max(space[-1].value(sizes), 1) // LANES)
+    wide = min(max(next_pow2(groups), 16), 128)
+    vectors = sum("c" in accesses[at].letters() for at in loaded(stmts)) // LANES + 1
+    block = max((2 if vectors <= LANES else 1) * 128 // wide, 1)
+    return RowTile(block, block, wide, 4, reverse=reverse, unroll_cols=LANES)
