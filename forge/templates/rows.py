@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
@@ -22,7 +21,6 @@ from forge.groups import WHOLE_ROW, Group
 from forge.halves import in_places, places_of
 from forge.lowered import Launch, Lowered, ceildiv, size_of, symbols
 from forge.partials import SecondStage, Shares, workspaces
-from forge.picked import places
 from forge.plan import (
     INDEX,
     Access,
@@ -39,9 +37,10 @@ from forge.plan import (
     next_pow2,
 )
 from forge.target import Target
-from forge.templates import windowed
+from forge.templates import strided, windowed
 from forge.templates.choice import SLOW
 from forge.templates.staged import both_axes, columns_staged, full, loaded, swept, within
+from forge.templates.strided import MANY_ROWS, TILE
 from forge.tune.journal import Choices, choice_key
 from forge.tune.shapes import shape_of
 from forge.tune.tiles import bad
@@ -49,11 +48,9 @@ from forge.unroll import unrolled
 from forge.views import ONE
 
 ZERO = Dim()
-TILE = 4096
 LONG_ROW = 256
 SHORT_ROW = 16
 BUSY_COLUMNS = 4  # statements, and
-MANY_ROWS = 4096  # for which they are worth keeping
 WARPS = 2048  # of all programs that take rows in turn
 SPREAD = 128  # programs that few rows are dealt to, before one has several
 LIGHT = 16  # operations on an element that leave registers for 8 rows
@@ -68,12 +65,9 @@ ADDED_ROWS = 16
 FEW_ROWS = 1024  # at most, added in one kernel
 BESIDE = 256  # rows of a processor's program that lie side by side in memory, and
 FEW_BESIDE = 8  # the fewest that are worth it
-FEW_PROGRAMS = 448  # that sweep an axis across memory: 3 or 4 on each multiprocessor
-FEW_SWEPT = 8  # columns of a step, at least: loads of a thread that are under way for each of its rows
 MANY_WORDS = 3  # read for an element, for which registers have not the room of two blocks
 MANY_COLUMNS = 8192  # of a row in registers, beyond which nothing else is
 ODD_ROWS = 16  # of which each thread has a column, and so all their values, where rows begin at odd addresses
-HELD = 1 << 14  # elements of a program in registers, at most: 32 a thread
 
 
 @dataclass(frozen=True)
@@ -216,7 +210,7 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
     if not col_reduce and across(accesses):
         if not row_reduce:
             return RowTile(64, 64, 64, 8, reverse=given.reverse)
-        return _across_tile(given, space, accesses)
+        return strided.tile(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
     whole = space[-1].static is not None and cols <= WHOLE_ROW
     wide = next_pow2(max(cols, 1)) if whole else 4096
     if not row_reduce:
@@ -274,54 +268,6 @@ def _both_tile(given: RowsInput, accesses: list[Access], rows: int, wide: int, w
     crowded = words >= MANY_WORDS or (words > 1 and wide == MANY_COLUMNS)
     copied = ahead and crowded and given.target.async_copies
     return replace(made, prefetch=False, stages=2) if copied else made
-
-
-def _across_tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile:
-    """Reductions along axes across memory: a row's part of a line is at least 128 bytes.
-
-    Short rows that are read more than once, or written, are held, 32 elements a thread: with half as many
-    in twice the warps, what warps tell each other costs more than a longer wait for memory. Long ones are
-    swept with 32 loads of a thread under way ahead, each row by one thread where rows are many.
-    """
-    (reads, writes), cols = _streams(given, accesses), max(space[-1].value(given.sizes), 1)
-    rows, wide = _rows_of(given, space), next_pow2(cols)
-    inner = next_pow2(max(space[-2].value(given.sizes), 1))
-    size = max((accesses[at].dtype.itemsize for at in full(accesses)), default=4)
-    plan = KernelPlan("", space, tuple(accesses), tuple(given.body.stmts), PointTile(1, 1), ())
-    where = len(places(plan))
-    several = writes > 0 or sum(isinstance(s, Reduce) for s in plan.body) - where > 1
-    line, streams = max(128 // size, 16), max(reads, 1)
-    share = TILE // next_pow2(streams)
-    most = HELD if several else HELD // 2
-    if not where and space[-1].static is not None and line * wide * streams <= most:
-        block = min(max(share // wide, line), max(inner, line))
-        warps = min(max(next_pow2(block * wide * streams // 1024), 1), 16)
-        return RowTile(block, block, wide, warps, reverse=given.reverse)
-    block = 4 * line if rows >= MANY_ROWS * line else line
-    more = next(n for n in (1, 2, 4) if n == 4 or -(-rows // block) * n >= FEW_PROGRAMS)
-    # Few programs have more under way each: 64 x 128 elements in 8 warps, whatever they read, is as timed.
-    swept = max(share, block) if more == 1 else TILE * more
-    if not several and not where:
-        block = _lines(space, block, swept)
-    if given.target.async_copies and streams == 1 and more > 1 and not several and size == 2:
-        # 2 to 4 % less time than the next block in registers.
-        return RowTile(block, block, swept // block, 8, reverse=given.reverse, stages=4 if more == 2 else 3)
-    return RowTile(block, block, swept // block, 4 * more, reverse=given.reverse, prefetch=not several)
-
-
-def _lines(space: tuple[Dim, ...], block: int, swept: int) -> int:
-    """Rows of a block that is swept, `block` or more: as many as leave `FEW_PROGRAMS`, so that most of them
-    are there at once. Two thousand of which six fit a multiprocessor are two waves and a half, and of the
-    last one those that are done first take six each, while others have none: sums of 1,024 rows took 7 % more
-    time than their places, whose registers leave room for four.
-    """
-    inner, outer = space[-2].static, prod(d.static or 0 for d in space[:-2])
-    while inner is not None and swept >= 2 * FEW_SWEPT * block:
-        count = -(-inner // (2 * block))
-        if outer * count < FEW_PROGRAMS or 16 * (count * 2 * block - inner) > inner:
-            break
-        block *= 2
-    return block
 
 
 def _by_row_alone(accesses: list[Access]) -> bool:
