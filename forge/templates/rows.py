@@ -40,7 +40,7 @@ from forge.target import Target
 from forge.templates import strided, windowed
 from forge.templates.choice import SLOW
 from forge.templates.staged import both_axes, columns_staged, full, loaded, swept, within
-from forge.templates.strided import MANY_ROWS, TILE
+from forge.templates.strided import FEW_PROGRAMS, MANY_ROWS, TILE
 from forge.tune.journal import Choices, choice_key
 from forge.tune.shapes import shape_of
 from forge.tune.tiles import bad
@@ -240,6 +240,8 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         return RowTile(block, block, wide, 4, reverse=given.reverse)
     if not col_reduce and not whole and row_reduce:
         return swept(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
+    if not col_reduce and not row_reduce and (few := _few_rows(given, space, accesses)) is not None:
+        return few
     if not col_reduce:
         block = max(min(TILE // wide, 64, next_pow2(-(-_rows_of(given, space) // SPREAD))), 1)
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))
@@ -268,6 +270,20 @@ def _both_tile(given: RowsInput, accesses: list[Access], rows: int, wide: int, w
     crowded = words >= MANY_WORDS or (words > 1 and wide == MANY_COLUMNS)
     copied = ahead and crowded and given.target.async_copies
     return replace(made, prefetch=False, stages=2) if copied else made
+
+
+def _few_rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile | None:
+    """All of few and very long rows in one program, so that what is of the columns alone is read once: it is
+    as long as they are, and not in the cache any more when the next row comes. None where it is not so.
+    """
+    read = {accesses[at].letters() for at in loaded(given.body.stmts) if accesses[at].buffer != INDEX}
+    block = next_pow2(_rows_of(given, space))
+    if "c" not in read or block == 1 or block > TILE // 256:
+        return None
+    wide, cols = TILE // block, space[-1].value(given.sizes)
+    if wide * FEW_PROGRAMS > cols:
+        return None
+    return RowTile(block, block, min(wide, 1024), 8, reverse=given.reverse)
 
 
 def _by_row_alone(accesses: list[Access]) -> bool:
