@@ -9,6 +9,7 @@ from esper_ir.types import Dim
 from forge.along import apart, in_line
 from forge.emit import triton_moments as moments
 from forge.emit import triton_vectors as vectors
+from forge.emit import triton_welford as welford
 from forge.emit.absent import zero_outside
 from forge.emit.triton_base import COMBINE, Kernel, identity, masked, statement
 from forge.emit.triton_beside import Beside, beside, side_by_side, together
@@ -271,7 +272,7 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
     k.placed = frozenset(p.of.name for p in at.values())
     for s in before:
         statement(k, s, [*outer, "0"], kept)
-    for sweep in joined(k.plan, sweeps) if tile.online and not at else sweeps:
+    for sweep in joined(k.plan, sweeps, tile.block_cols) if tile.online and not at else sweeps:
         known = [r for r in sweep.reduces if r.name in at]
         sums = tuple(r for r in sweep.reduces if r not in known and not _pick(k, r, outer, kept))
         pairs = sweep.sums if isinstance(sweep, Online) else ()
@@ -285,6 +286,9 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
             if r.name in k.placed:
                 first = f"tl.arange(0, {tile.block_cols})[None, :]"
                 w.line(f"{r.name}_at = {first} + tl.zeros({shape}, tl.int32)")
+        squares = sweep.squares if isinstance(sweep, Online) else ()
+        for s in squares:
+            welford.begin(k, s, f"[{tile.block_rows}, {tile.block_cols}]")
         full = sweep.full if sums == sweep.reduces else needed(k.plan, k.axes, {r.arg for r in sums})
         if full:
             _sweep(k, tile, replace(sweep, full=full, reduces=sums), outer)
@@ -293,6 +297,8 @@ def _sweeps(k: Kernel, tile: RowTile) -> None:
             _place(k, r, at[r.name])
         for s in sweep.scalars:
             statement(k, s, [*outer, "0"], kept)
+        for s in squares:
+            welford.end(k, s, tile.block_cols)
 
 
 def _place(k: Kernel, r: Reduce, place: Place) -> None:
@@ -421,3 +427,4 @@ def _columns(k: Kernel, sweep: Sweep, loads: list[Load], index: list[str], masks
             _better(k, r, f"of_{r.name}")
             continue
         k.w.line(f"{r.name}_acc = {COMBINE[r.combine]}({r.name}_acc, {value})")
+    welford.block(k, sweep.squares if isinstance(sweep, Online) else ())

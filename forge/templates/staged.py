@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from esper_ir.types import Dim
 from forge.access import INDEX, Access
-from forge.online import joined, joins
+from forge.online import about, below, joined, joins
 from forge.plan import Compute, KernelPlan, Load, Phase, Reduce, RowTile, Stmt, Store, next_pow2, phases
 from forge.target import Target
 
@@ -99,7 +99,7 @@ def swept(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: b
     """
     reads = full(plan.accesses) & loaded(plan.body)
     row = plan.cols.value(sizes) * sum(plan.accesses[at].dtype.itemsize for at in reads)
-    if joins(plan) and _readings(joined(plan, phases(plan)[1])) == 1:
+    if joins(plan) and _readings(joined(plan, phases(plan)[1], 4096)) == 1:
         halves = all(plan.accesses[at].dtype.itemsize <= 2 for at in reads)
         wide, warps, stages = (2048, 4, 4) if halves else (4096, 8, 3)
         if target.async_copies:
@@ -114,7 +114,9 @@ def swept(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: b
 
     warps = next((w for w in (8, 16) if held(w)), 32) if again else 8
     wide = 16384 // next_pow2(max(len(reads), 1)) if warps == 32 else 4096  # 64 registers a thread
-    return RowTile(1, 1, wide, warps, reverse=reverse, prefetch=len(reads) <= 2)
+    once = again and not below(plan) and about(plan, wide)
+    wide = wide // 2 if once and warps == 32 else wide
+    return RowTile(1, 1, wide, warps, reverse=reverse, prefetch=len(reads) <= 2, online=once)
 
 
 def _readings(sweeps: Sequence[Phase]) -> int:

@@ -124,6 +124,8 @@ def cases() -> Iterator[tuple[str, str]]:
         for tile in SWEEPS[:rows]:
             for plan in (softmax(), logsumexp()):
                 yield f"{plan.name} {rows} {tile}", swept(plan, tile, rows)
+            whole = replace(tile, block_cols=4)
+            yield f"variance {rows} {whole}", swept(layer_norm(COLS, F32), whole, rows)
         for tile in TURNS[:rows]:
             for plan in (layer_norm(COLS, BF16), rms_backward(COLS, BF16), several()):
                 yield f"{plan.name} {rows} {tile}", in_turn(replace(plan, tile=tile), rows)

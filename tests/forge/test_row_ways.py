@@ -13,6 +13,7 @@ import pytest
 
 from esper_ir.builder import Builder as Graphs
 from esper_ir.graph import Blueprint
+from esper_ir.types import DType
 from forge.emit.triton import emit_kernel
 from forge.online import joins
 from forge.plan import KernelPlan, RowTile
@@ -21,7 +22,9 @@ from forge.target import resolve, targets
 from forge.toolchain import build_candidates
 from forge.tune import candidates, space
 from forge.tune.tiles import tile_of, tile_row
+from tests.forge.plans import layer_norm
 from tests.forge.row_ways import logsumexp, several, softmax
+from tests.forge.whole import check
 
 ROOT = Path(__file__).parents[2]
 STAGED = RowTile(1, 0, 4096, 8, 132, False, False, 5)
@@ -72,6 +75,13 @@ def test_a_row_is_read_once_for_a_maximum_and_the_sum_below_it() -> None:
     assert len(loops(logsumexp(), twice)) == 2 and len(loops(logsumexp(), once)) == 1
     assert len(loops(plan, twice)) == 3 and len(loops(plan, once)) == 2, "the quotients are one more"
     assert all("num_stages=3" in line for line in loops(plan, once))
+
+
+def test_a_row_is_read_once_for_its_mean_and_the_squares_about_it() -> None:
+    plan = layer_norm(20, DType.float32)
+    once, twice = RowTile(1, 1, 4, 1, prefetch=True, online=True), RowTile(1, 1, 4, 1, prefetch=True)
+    assert joins(plan) and len(loops(plan, twice)) == 3 and len(loops(plan, once)) == 2
+    assert len(loops(plan, replace(once, block_cols=8))) == 3 + 3, "of a block in part the count is another"
 
 
 def test_reductions_of_one_depth_are_one_where_nothing_was_loaded_ahead() -> None:
@@ -189,3 +199,14 @@ def test_copies_lie_in_shared_memory_and_nothing_spills(name: str) -> None:
     assert not made.failed and made.kernels[0].spills == 0
     # Four blocks of two operands of a row.
     assert (made.kernels[0].shared >= 4 * 2 * 2 * 4096) is target.async_copies
+
+
+@pytest.mark.parametrize("cols", [32768, 33000])
+def test_norms_of_rows_beyond_registers(cols: int) -> None:
+    """Read twice where blocks divide them: for the statistics, and for the result."""
+    b = Graphs("norm")
+    x = b.input("x", "float32", [2, cols])
+    work = check(b.build(b.layer_norm(x, normalized_shape=[cols])), {}, "h100")
+    (plan,) = [s.plan for s in work.kernels.by_key.values() if s.plan.name.startswith("inf")]
+    assert isinstance(plan.tile, RowTile)
+    assert plan.tile.online == (cols == 32768) and len(loops(plan, plan.tile)) == (2 if cols == 32768 else 6)
