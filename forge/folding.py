@@ -1,15 +1,16 @@
 """Whole numbers and truth values of a body that are known: positions as lines over the space, and what
-follows from them.
+follows from them; divisions that are products.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, prim, walk
 from esper_ir.types import Dim
+from forge.plan import Compute, KernelPlan, PointTile
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,34 @@ def renumbered(expr: Expr, given: Sequence[str | Const]) -> tuple[Expr, list[str
         return Cast(put(e.arg), e.dtype) if isinstance(e, Cast) else e
 
     return put(expr), names
+
+
+def without_divisions(plan: KernelPlan) -> KernelPlan:
+    """The plan with `multiplied` work on elements; what is made once a row costs little."""
+    axes, alone = plan.axes(), isinstance(plan.tile, PointTile)
+    body = tuple(
+        replace(s, expr=multiplied(s.expr))
+        if isinstance(s, Compute) and (alone or axes[s.name] == "rc")
+        else s
+        for s in plan.body
+    )
+    return plan if body == plan.body else replace(plan, body=body)
+
+
+def multiplied(expr: Expr) -> Expr:
+    """Divisions by powers of two as products, of the same bits: division rounded to nearest is some twenty
+    instructions and a branch, and no compiler after this one takes it away.
+    """
+    if isinstance(expr, Cast):
+        return Cast(multiplied(expr.arg), expr.dtype)
+    if not isinstance(expr, Prim):
+        return expr
+    args = [multiplied(a) for a in expr.args]
+    if expr.name == "div" and isinstance(by := args[1], Const) and not isinstance(args[0], Const):
+        half, power = math.frexp(float(by.value))
+        if abs(half) == 0.5 and abs(power) < 100:
+            return prim("mul", args[0], 1.0 / float(by.value))
+    return Prim(expr.name, tuple(args))
 
 
 _ORDER: Mapping[str, Callable[..., bool]] = {

@@ -98,6 +98,10 @@ def squared(plan: KernelPlan, r: Reduce, block: int) -> Squares | None:
     return Squares(r, value, mean, total) if total and alike and exact and axes[value] == "rc" else None
 
 
+def _squares(plan: KernelPlan, sweep: Phase, block: int) -> tuple[Squares, ...]:
+    return tuple(found for r in sweep.reduces if (found := squared(plan, r, block)) is not None)
+
+
 def joined(plan: KernelPlan, sweeps: Sequence[Phase], block: int) -> list[Phase]:
     """The sweeps, a maximum's and that of its sums as one: what is left of the second needs no reading.
     `block`: columns that are read at once.
@@ -105,7 +109,7 @@ def joined(plan: KernelPlan, sweeps: Sequence[Phase], block: int) -> list[Phase]
     out: list[Phase] = []
     for sweep in sweeps:
         sums = tuple(found for r in sweep.reduces if (found := summed(plan, r)) is not None)
-        squares = tuple(found for r in sweep.reduces if (found := squared(plan, r, block)) is not None)
+        squares = () if below(plan) else _squares(plan, sweep, block)
         rest = tuple(r for r in sweep.reduces if r not in [s.total for s in (*sums, *squares)])
         last = out[-1] if out else None
         known = [*(s.top for s in sums), *(s.sum for s in squares)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from esper_ir.scalar import Cast, Prim
 from esper_ir.types import Dim, DType
-from forge.emit.triton_rounding import exact, multiplied, packed, rounded_by_stores
+from forge.emit.triton_rounding import exact, packed, rounded_by_stores
 from forge.emit.triton_scalars import TRITON_TYPE, number, real_operands, rounded, spell
 from forge.emit.writer import Writer, dim_text
 from forge.plan import (
@@ -209,8 +209,7 @@ class Kernel:
         # Numbers alone become tensors, since a Python number has no type to be rounded to.
         alone = "" if stmt.args else self.one()
         flat = isinstance(self.plan.tile, (PointTile, ScanTile))
-        full = flat or self.axes[stmt.name] == "rc"
-        fast = self.fast and full
+        fast = self.fast and (flat or self.axes[stmt.name] == "rc")
         args = list(stmt.args)
         if stmt.dtype is DType.bool and isinstance(stmt.expr, Prim) and stmt.expr.name == "add":
             args = [f"{a}.to(tl.int32)" for a in args]  # one bit plus one bit would be none
@@ -218,7 +217,7 @@ class Kernel:
         for at in real_operands(stmt.expr, kinds) if stmt.dtype.is_floating else ():
             if not kinds[at].is_floating:
                 args[at] = f"{args[at]}.to({TRITON_TYPE[stmt.dtype.compute]})"
-        late, expr = stmt.name in self.unrounded, multiplied(stmt.expr) if full else stmt.expr
+        late, expr = stmt.name in self.unrounded, stmt.expr
         while late and isinstance(expr, Cast) and expr.dtype is stmt.dtype:
             expr = expr.arg
         text = spell(expr, args, self.interpreted, alone, fast)

@@ -7,29 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, prim, walk
+from esper_ir.scalar import Arg, Cast, Const, Expr, Prim, walk
 from esper_ir.types import DType
 from forge.plan import Compute, KernelPlan, Load, Reduce, Stmt, Store
 
 HALVES = (DType.bfloat16, DType.float16)
 PICKS = frozenset({"where", "maximum", "minimum", "neg", "abs"})
 """What they make is one of their operands, or that with another sign: rounding before is rounding after."""
-
-
-def multiplied(expr: Expr) -> Expr:
-    """Divisions by powers of two as products, of the same bits: division rounded to nearest is some twenty
-    instructions and a branch, and no compiler after this one takes it away.
-    """
-    if isinstance(expr, Cast):
-        return Cast(multiplied(expr.arg), expr.dtype)
-    if not isinstance(expr, Prim):
-        return expr
-    args = [multiplied(a) for a in expr.args]
-    if expr.name == "div" and isinstance(by := args[1], Const) and not isinstance(args[0], Const):
-        half, power = math.frexp(float(by.value))
-        if abs(half) == 0.5 and abs(power) < 100:
-            return prim("mul", args[0], 1.0 / float(by.value))
-    return Prim(expr.name, tuple(args))
 
 
 def exact(expr: Expr, dtypes: Sequence[DType], dtype: DType) -> bool:

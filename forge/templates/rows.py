@@ -17,6 +17,7 @@ from esper_ir.scalar import Prim, walk
 from esper_ir.types import Dim
 from forge.along import across, apart, in_line
 from forge.body import Body, collapse, folded
+from forge.folding import without_divisions
 from forge.groups import WHOLE_ROW, Group
 from forge.halves import in_places, places_of
 from forge.lowered import Launch, Lowered, ceildiv, size_of, symbols
@@ -173,6 +174,7 @@ def _launch(
         used,
         wide=_wide(given, space, accesses),
     )
+    plan = without_divisions(plan) if given.target.kind != "cpu" else plan
     return Launch(plan, (size_of(programs), size_of(columns), 1))
 
 
@@ -242,6 +244,9 @@ def _tile(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> R
         return swept(given.target, _bare(given, space, accesses), given.sizes, given.reverse)
     if not col_reduce and not row_reduce and (few := _few_rows(given, space, accesses)) is not None:
         return few
+    if not col_reduce and whole and row_reduce and wide <= 1024 and _words(given, accesses) >= MANY_WORDS:
+        # 8 elements a thread: with 16 of three operands two programs fit, which all wait or all compute.
+        return RowTile(1024 // wide, 1024 // wide, wide, 4, reverse=given.reverse)
     if not col_reduce:
         block = max(min(TILE // wide, 64, next_pow2(-(-_rows_of(given, space) // SPREAD))), 1)
         warps = next_pow2(min(max(block * wide // 512, 1), 16 if wide >= 8192 else 8))

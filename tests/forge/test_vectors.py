@@ -8,7 +8,7 @@ import pytest
 
 from esper_ir.scalar import Arg, Const, prim
 from forge.emit.triton import emit_kernel
-from forge.emit.triton_rounding import multiplied
+from forge.folding import multiplied
 from forge.plan import KernelPlan, RowTile
 from forge.service import front
 from tests.forge.test_windows import calls, document, parsed, plans
