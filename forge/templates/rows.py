@@ -280,15 +280,13 @@ def _both_tile(given: RowsInput, accesses: list[Access], rows: int, wide: int, w
 def _few_rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> RowTile | None:
     """All of few and very long rows in one program, so that what is of the columns alone is read once: it is
     as long as they are, and not in the cache any more when the next row comes. None where it is not so.
+    Two rows at a time, of which a thread has 8 columns: what these need is handed round nowhere.
     """
     read = {accesses[at].letters() for at in loaded(given.body.stmts) if accesses[at].buffer != INDEX}
-    block = next_pow2(_rows_of(given, space))
-    if "c" not in read or block == 1 or block > TILE // 256:
+    rows, wide = next_pow2(_rows_of(given, space)), TILE // 4
+    if "c" not in read or not 1 < rows <= SHORT_ROW or wide * FEW_PROGRAMS > space[-1].value(given.sizes):
         return None
-    wide, cols = TILE // block, space[-1].value(given.sizes)
-    if wide * FEW_PROGRAMS > cols:
-        return None
-    return RowTile(block, block, min(wide, 1024), 8, reverse=given.reverse)
+    return RowTile(2, rows, wide, 4, reverse=given.reverse, prefetch=rows > 2)
 
 
 def _by_row_alone(accesses: list[Access]) -> bool:

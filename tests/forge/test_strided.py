@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from esper_ir.builder import Builder as Graphs
+from forge.emit.triton import emit_kernel
 from forge.plan import KernelPlan, RowTile
 from forge.service import front
-from forge.templates import strided
+from forge.templates import rows, strided
 from tests.forge.test_windows import document, parsed, plans
 from tests.forge.whole import check
 
@@ -46,3 +48,18 @@ def test_wider_blocks_mean_the_same(op: str, monkeypatch: pytest.MonkeyPatch) ->
     work = check(parsed(data), {}, "h100")
     tiles = [p.tile for p in plans(work) if p.name.startswith("inf")]
     assert [t.block_rows for t in tiles if isinstance(t, RowTile)] == [512]
+
+
+def test_few_long_rows_share_what_is_of_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each weight is read once, not once a row: it stands before the loop over rows."""
+    b = Graphs("scaled")
+    x, w = b.input("x", "float32", [5, 3000]), b.param("w", "float32", [3000])
+    blueprint = b.build(b.mul(x, w))
+    (plan,) = plans(front(blueprint, "h100"))[:1]
+    assert isinstance(plan.tile, RowTile) and plan.tile.rows_per_program == 1, "too short to be worth it"
+    monkeypatch.setattr(rows, "FEW_PROGRAMS", 2)
+    work = check(blueprint, {}, "h100")
+    (plan,) = [p for p in plans(work) if p.name.startswith("inf")]
+    assert isinstance(plan.tile, RowTile) and plan.tile.rows_per_program == 8
+    text = emit_kernel(plan)
+    assert text.index("tl.load(p_1") < text.index("for i in")
