@@ -63,3 +63,16 @@ def test_few_long_rows_share_what_is_of_their_columns(monkeypatch: pytest.Monkey
     assert isinstance(plan.tile, RowTile) and plan.tile.rows_per_program == 8
     text = emit_kernel(plan)
     assert text.index("tl.load(p_1") < text.index("for i in")
+
+
+def test_short_rows_of_three_operands_are_eight_elements_a_thread() -> None:
+    b = Graphs("norm")
+    x, w, shift = (
+        b.input("x", "float32", [8192, 4096]),
+        b.param("w", "float32", [4096]),
+        b.param("b", "float32", [4096]),
+    )
+    made = b.group_norm(b.silu(x), w, shift, num_groups=16)
+    (plan,) = [p for p in plans(front(b.build(made), "h100")) if p.name.startswith("inf")]
+    assert isinstance(plan.tile, RowTile)
+    assert plan.tile.block_rows * plan.tile.block_cols == 8 * 32 * plan.tile.warps
