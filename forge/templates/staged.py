@@ -95,7 +95,9 @@ def swept(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: b
     62 KiB than two, 42 % for rows of 128 KiB. A row that is read again is to come from the second-level
     cache, so programs have the warps that leave room there for the rows of all of them (registers leave room
     for half of the warps that a multiprocessor could have): 7 % less for rows of 62 KiB with 16, 21 to 35 %
-    for 128 and 256 KiB with 32. A softmax that is stored is read twice either way, online in more time.
+    for 128 and 256 KiB with 32. A softmax that is stored is read twice either way, online in more time. Mean
+    and squares about it take one reading where the rows of all programs are lost before the second (11 % more
+    time for rows of 256 KiB, which are not).
     """
     reads = full(plan.accesses) & loaded(plan.body)
     row = plan.cols.value(sizes) * sum(plan.accesses[at].dtype.itemsize for at in reads)
@@ -114,9 +116,14 @@ def swept(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: b
 
     warps = next((w for w in (8, 16) if held(w)), 32) if again else 8
     wide = 16384 // next_pow2(max(len(reads), 1)) if warps == 32 else 4096  # 64 registers a thread
-    once = again and not below(plan) and about(plan, wide)
+    once = again and lost(target, rows, row) and not below(plan) and about(plan, wide)
     wide = wide // 2 if once and warps == 32 else wide
     return RowTile(1, 1, wide, warps, reverse=reverse, prefetch=len(reads) <= 2, online=once)
+
+
+def lost(target: Target, rows: int, row: int) -> bool:
+    """Whether rows of so many bytes, one on each multiprocessor, are not in the cache when read again."""
+    return min(target.multiprocessors, rows) * row > target.l2_bytes
 
 
 def _readings(sweeps: Sequence[Phase]) -> int:

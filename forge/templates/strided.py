@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 from forge.picked import places
 from forge.plan import KernelPlan, Reduce, RowTile, Store, next_pow2
@@ -13,7 +12,6 @@ from forge.templates.staged import full, loaded
 TILE = 4096
 MANY_ROWS = 4096
 FEW_PROGRAMS = 448  # that sweep such an axis: 3 or 4 on each multiprocessor
-FEW_SWEPT = 8  # columns of a step, at least: loads of a thread that are under way for each of its rows
 HELD = 1 << 14  # elements of a program in registers, at most: 32 a thread
 
 
@@ -22,7 +20,7 @@ def tile(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: bo
 
     Short rows that are read more than once, or written, are held, 32 elements a thread: with half as many
     in twice the warps, what warps tell each other costs more than a longer wait for memory. Long ones are
-    swept with 32 loads of a thread under way ahead, each row by one thread where rows are many.
+    swept with 32 loads of a thread or more under way ahead, each row by one thread where rows are many.
     """
     reads = len(full(plan.accesses) & loaded(plan.body))
     writes = len(full(plan.accesses) & {s.access for s in plan.body if isinstance(s, Store)})
@@ -40,26 +38,11 @@ def tile(target: Target, plan: KernelPlan, sizes: Mapping[str, int], reverse: bo
         return RowTile(block, block, wide, warps, reverse=reverse)
     block = 4 * line if rows >= MANY_ROWS * line else line
     more = next(n for n in (1, 2, 4) if n == 4 or -(-rows // block) * n >= FEW_PROGRAMS)
-    # Few programs have more under way each: 64 x 128 elements in 8 warps, whatever they read, is as timed.
-    swept = max(share, block) if more == 1 else TILE * more
-    if not several and not where:
-        block = _at_once(plan, block, swept)
+    # Few programs have more under way each: 64 x 128 elements in 8 warps, whatever they read, is as timed. Of
+    # one operand of 4 bytes 64 loads a thread take 4 % less time than 32, or than as many in fewer programs.
+    deep = streams == 1 and size == 4 and not several and not where
+    swept = max(share * (2 if deep else 1), block) if more == 1 else TILE * more
     if target.async_copies and streams == 1 and more > 1 and not several and size == 2:
         # 2 to 4 % less time than the next block in registers.
         return RowTile(block, block, swept // block, 8, reverse=reverse, stages=4 if more == 2 else 3)
     return RowTile(block, block, swept // block, 4 * more, reverse=reverse, prefetch=not several)
-
-
-def _at_once(plan: KernelPlan, block: int, swept: int) -> int:
-    """Rows of a block that is swept, `block` or more: as many as leave `FEW_PROGRAMS`, so that most of them
-    are there at once. Two thousand of which six fit a multiprocessor are two waves and a half, and of the
-    last one those that are done first take six each, while others have none: sums of 1,024 rows took 7 % more
-    time than their places, whose registers leave room for four.
-    """
-    inner, outer = plan.space[-2].static, prod(d.static or 0 for d in plan.space[:-2])
-    while inner is not None and swept >= 2 * FEW_SWEPT * block:
-        count = -(-inner // (2 * block))
-        if outer * count < FEW_PROGRAMS or 16 * (count * 2 * block - inner) > inner:
-            break
-        block *= 2
-    return block

@@ -19,6 +19,7 @@ from forge.online import joins
 from forge.plan import KernelPlan, RowTile
 from forge.service import front
 from forge.target import resolve, targets
+from forge.templates import staged
 from forge.toolchain import build_candidates
 from forge.tune import candidates, space
 from forge.tune.tiles import tile_of, tile_row
@@ -201,9 +202,16 @@ def test_copies_lie_in_shared_memory_and_nothing_spills(name: str) -> None:
     assert (made.kernels[0].shared >= 4 * 2 * 2 * 4096) is target.async_copies
 
 
+def test_rows_that_the_cache_keeps_are_read_again() -> None:
+    target = resolve("h100")
+    assert not staged.lost(target, 2048, 256 << 10) and staged.lost(target, 256, 2 << 20)
+    assert not staged.lost(target, 8, 2 << 20), "few rows are all there"
+
+
 @pytest.mark.parametrize("cols", [32768, 33000])
-def test_norms_of_rows_beyond_registers(cols: int) -> None:
+def test_norms_of_rows_beyond_registers(cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read twice where blocks divide them: for the statistics, and for the result."""
+    monkeypatch.setattr(staged, "lost", lambda target, rows, row: True)
     b = Graphs("norm")
     x = b.input("x", "float32", [2, cols])
     work = check(b.build(b.layer_norm(x, normalized_shape=[cols])), {}, "h100")
