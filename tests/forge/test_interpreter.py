@@ -113,6 +113,21 @@ def powers(*numbers: float) -> dict[str, Any]:
 
 
 CASES["powers by a number"] = {"blueprint": powers(1, 2, 3, 0.5, -0.5, -1.0, -2.0), "dims": {"n": 5}}
+# Neighbouring results from vectors: places before and behind a row, rows and columns that end inside a tile.
+POOLS = {
+    f"windows from vectors, {op} {kernel}": {
+        "blueprint": block(
+            ["n", 3, 5, width],
+            {"id": "y", "op": op, "inputs": ["x"],
+             "attrs": {"kernel": kernel, "stride": [stride, 1], "padding": [k // 2 for k in kernel]}},
+        ),
+        "dims": {"n": 2},
+    }
+    for op, kernel, stride, width in (
+        ("max_pool2d", [3, 3], 2, 20), ("avg_pool2d", [1, 8], 1, 68), ("avg_pool2d", [2, 5], 1, 8),
+    )
+}  # fmt: skip
+CASES |= POOLS
 LINEAR = block(
     ["n", 48], {"id": "u", "op": "matmul", "inputs": ["x", "w"]},
     {"id": "v", "op": "add", "inputs": ["u", "b"]}, {"id": "y", "op": "gelu", "inputs": ["v"]},
