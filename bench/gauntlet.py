@@ -2,6 +2,7 @@
 
     python -m bench.gauntlet [--count 240] [--quick]     a library made here, measured, tagged, measured again
     python -m bench.gauntlet --lanes 8                   the same, eight at a time on cores of their own
+    python -m bench.gauntlet --here 500                  what ESPER_LIBRARY has, a part of it twice
     python -m bench.gauntlet --read                      only the table of what ESPER_LIBRARY has measured
     python -m bench.gauntlet --starter docs/starter.html only the page of the starter blocks, measured here
 
@@ -40,6 +41,7 @@ from gauntlet.peers import BY_NAME, LEAST, Report, cohort
 from gauntlet.runner import prove
 from gauntlet.sampling import QUICK, Effort
 from library.contracts import KernelQuery
+from library.records import PENDING_BENCHMARKING
 from library.store import Library
 from tests.faults import corpus
 
@@ -320,6 +322,8 @@ def run(count: int, effort: Effort, repeated: int = REPEATED, lanes: int = 1) ->
             return document(rows, tags, retagged(library, passed, before), len(ids), lanes)
 
 
+AGAIN = 0.25
+"""Of the time for what is measured, so much more for what is measured again."""
 READ = 20
 """Artifacts at least, of which a table read from a library says something about a card."""
 
@@ -334,6 +338,29 @@ def read() -> dict[str, Any]:
         tags = check_tags(library, known.reports)
         rows = [row(library, name) for name in names]
         return document(rows, tags, retagged(library, names, before), len(names), most=READ)
+
+
+def here(seconds: float, repeated: int, effort: Effort) -> dict[str, Any]:
+    """Prove and measure what ESPER_LIBRARY has for this card, or this processor, that has no verdict yet, and
+    some of it once more. Begins none after so many seconds, and a quarter of them for the second time."""
+    end = time.monotonic() + seconds
+    with ForkServer() as server, Library.open(roles=("validator",)) as library:
+
+        def one(name: str, again: bool) -> bool:
+            if time.monotonic() > end:
+                return False
+            found = prove(name, library=library, server=server, quick=True, effort=effort, again=again)
+            say(f"{name}: {found.state} {found.reason}, {found.seconds:.1f} s")
+            return bool(found.passed)
+
+        kind = "cuda" if results.device_here().type == "cuda" else "cpu"
+        waiting = [r for r in library.artifacts(state=PENDING_BENCHMARKING) if r.kind == kind]
+        names = [r.id for r in sorted(waiting, key=lambda r: r.id)]
+        passed = [name for name in names if one(name, again=False)]
+        end += seconds * AGAIN
+        for name in passed[:: max(len(passed) // repeated, 1)]:
+            one(name, again=True)
+    return read()
 
 
 def starter(place: Path, effort: Effort) -> None:
@@ -377,18 +404,23 @@ def alone(out: Path, quick: bool) -> int:
 @click.option("--repeated", default=REPEATED, show_default=True, help="Artifacts to measure twice.")
 @click.option("--lanes", default=1, show_default=True, help="Artifacts at a time, on cores of their own.")
 @click.option("--quick", is_flag=True, help="Few samples: whether it runs, not how well it repeats.")
+@click.option("--here", "here_s", default=0.0, help="Measure what ESPER_LIBRARY has, for so many seconds.")
 @click.option("--read", "read_", is_flag=True, help="Only the table of what is measured in ESPER_LIBRARY.")
 @click.option("--starter", "place", type=click.Path(path_type=Path), help="Only write the starter page here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
-    count: int, repeated: int, lanes: int, quick: bool, read_: bool, place: Path | None, out: Path
+    count: int, repeated: int, lanes: int, quick: bool, here_s: float, read_: bool, place: Path | None,
+    out: Path,
 ) -> None:  # fmt: skip
     """Measure a library twice, check its tags, write the results file."""
     effort = QUICK if quick else EFFORT
     if place is not None:
         starter(place, effort)
         return
-    found = read() if read_ else run(count, effort, repeated, lanes)
+    if here_s:
+        found = here(here_s, repeated, effort)
+    else:
+        found = read() if read_ else run(count, effort, repeated, lanes)
     show(found)
     say(f"written: {results.write(found, out)}")
 
