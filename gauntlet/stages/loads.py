@@ -23,15 +23,14 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
     _fits(subject)
-    began = time.perf_counter()
+    values, flowing = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
     with context.launching():
+        began = time.perf_counter()
         program = subject.program
         load_us = (time.perf_counter() - began) * 1e6
-        values = inputs.values(subject, recipe)
         subject.infer(values)
         if subject.launch.interface.differentiable:
             _, saved = subject.forward(values)
-            flowing = inputs.cotangents(subject, recipe)
             subject.backward(saved, flowing, recipe.dims, subject.launch.interface.differentiable)
     uncovered = [f"{phase} at {dims}" for phase, dims in _corners(context) if not subject.plans(phase, dims)]
     if uncovered:

@@ -56,9 +56,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     def native(
         values: Mapping[str, Tensor], targets: Sequence[Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        found, saved = subject.forward(values)
+        with context.launching():
+            found, saved = subject.forward(values)
         flowing = _cotangents(found, targets, outputs)
-        return found, subject.backward(saved, flowing, recipe.dims, trained)
+        with context.launching():
+            return found, subject.backward(saved, flowing, recipe.dims, trained)
 
     def eager(
         values: Mapping[str, Tensor], targets: Sequence[Tensor]
@@ -74,9 +76,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         flowing = _cotangents(found, [t.double() for t in targets], outputs)
         return found, meaning.gradients(subject, values, flowing, trained, "float64")
 
-    with context.launching(recipe.repeat):
-        ours = _curve(subject, recipe, native, outputs)
-    theirs, truth = _curve(subject, recipe, eager, outputs), _curve(subject, recipe, exact, outputs)
+    ours, theirs, truth = (_curve(subject, recipe, each, outputs) for each in (native, eager, exact))
     if not all(math.isfinite(x) for x in truth):
         return Skipped("this optimisation diverges in float64 too")
     if bad := [i for i, x in enumerate(ours) if not math.isfinite(x)]:

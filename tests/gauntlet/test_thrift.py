@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gauntlet import meaning
+from gauntlet import inputs, meaning
 from gauntlet.judge import all_stages
-from gauntlet.stage import Context, Passed, Stage
+from gauntlet.stage import Context, Failed, Passed, Stage
 from gauntlet.stages import determinism, gradients
 from gauntlet.subject import SCORES_SHARE, Subject
 from library.manifest import unpack
@@ -63,6 +63,27 @@ def test_one_word_to_the_supervisor_for_a_round_of_calls(
     assert isinstance(_stage("determinism").run(context), Passed)
     plans = len(context.subject.launch.plans)
     assert events["launch"] == len(runs) / plans and plans >= 3
+
+
+@pytest.mark.parametrize("name", [stage.name for stage in all_stages() if stage.quick])
+def test_what_the_judge_computes_is_no_launch_of_the_candidate(
+    name: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch has a limit of seconds. Weights that took the judge longer to draw than that, and their
+    reference longer to compute, were an endless launch of a sound artifact."""
+    context.quick = context.subject.hurry = True
+    seen: list[str] = []
+
+    def watched(module: Any, call: str) -> None:
+        real = getattr(module, call)
+        watch = lambda *a, **k: (seen.append(call) if context.inside else None, real(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(module, call, watch)
+
+    for module, calls in ((inputs, ("values", "cotangents", "case")), (meaning, ("outputs", "gradients"))):
+        for call in calls:
+            watched(module, call)
+    assert not isinstance(_stage(name).run(context), Failed)
+    assert not seen
 
 
 def test_a_reference_is_computed_once_for_the_same_values(
