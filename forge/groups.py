@@ -21,6 +21,14 @@ from esper_ir.types import Dim
 from forge.views import ONE, permutation
 
 Placement = tuple[int | None, ...]
+IN_CHUNK = "@"
+"""In the name of a node that is done for some rows (`forge/passes/chunks.py`): before its number.
+No name in a blueprint has it."""
+
+
+def chunk_of(name: str) -> str:
+    """Empty for what is done for all rows."""
+    return name.rpartition(IN_CHUNK)[2] if IN_CHUNK in name else ""
 
 
 @dataclass
@@ -100,6 +108,8 @@ class Matcher:
     def place(self, group: Group, node: Node) -> Placement | Rejected:
         """Placement of the node's result in the group."""
         kind = lowering_kind(node)
+        if group.nodes and chunk_of(group.name) != chunk_of(node.id):
+            return Rejected("chunk", f"{node.id} is done for other rows, when those of {group.name} are gone")
         if group.columns & set(node.tensors):
             return self._place_finisher(group, node)
         if kind == "reduction":

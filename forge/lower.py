@@ -20,7 +20,7 @@ from forge.partition import Partition, gathered, ordered, partition
 from forge.passes.phases import Phase, moved_in_place, with_dense_operands
 from forge.plan import Access, ChainTile, JoinedTile, KernelPlan, Load, MatmulTile, Store
 from forge.recompute import recompute
-from forge.reuse import in_place
+from forge.reuse import in_place, in_turn
 from forge.target import Target
 from forge.templates import chain, dual, extern, matmul, rows, scan, table, ways
 from forge.tune.journal import Choices
@@ -271,9 +271,9 @@ def lower_phase(
         saved=tuple(low.numbers[s] for s in phase.saved) if phase.name == "forward" else (),
         gradients=tuple(low.numbers[v] for v in (phase.gradients or {}).values()),
     )  # fmt: skip
-    if target.kind == "cpu":
-        made = [step for _, lowered in done for step in lowered.steps]
-        plan = in_place(plan, [step.plan if isinstance(step, Launch) else None for step in made])
+    made = [step for _, lowered in done for step in lowered.steps]
+    kernels_of = [step.plan if isinstance(step, Launch) else None for step in made]
+    plan = in_turn(in_place(plan, kernels_of, chunks=target.kind != "cpu"))
     return PhaseLowering(low.phase, parts, tuple(done), plan)
 
 

@@ -14,7 +14,9 @@ from esper_ir.graph import Graph
 from esper_ir.verify import typed, verify
 from forge.analysis import analyse, deny, refuse_larger
 from forge.lower import Kernels, PhaseLowering, buckets, lower_phase, same_work
+from forge.objectives import share_of
 from forge.package import interface_of, package
+from forge.passes.chunks import chunked, pieces
 from forge.passes.clean import eliminate_dead, merge_equal
 from forge.passes.convolution import bias_inside
 from forge.passes.depthwise import depthwise
@@ -118,10 +120,12 @@ def plan(work: Work) -> Work:
     dims = work.blueprint.dims
     tuned = {n: d.tune or (min(max(d.min, 4096), d.max),) for n, d in dims.items()}
     ranges = {n: (d.min, d.max) for n, d in dims.items()}
+    found = buckets(tuned, ranges)
+    if share_of(work.objective) < 1.0:
+        found = [piece for b in found for piece in pieces(work.graph, b, _sizes(work, b))]
     out: list[PhaseLowering] = []
     for phase, tag in _phases(work):
-        plans = [_lower(work, phase, tag, bucket, at) for at, bucket in enumerate(buckets(tuned, ranges))]
-        out += _merged(plans)
+        out += _merged([_lower(work, phase, tag, bucket, at) for at, bucket in enumerate(found)])
     return replace(work, lowerings=tuple(out))
 
 
@@ -146,13 +150,21 @@ def _lower(work: Work, phase: Phase, tag: str, bucket: Mapping[str, Bound], at: 
         phase = replace(phase, graph=bias_inside(phase.graph))
     else:
         phase = replace(phase, graph=depthwise(windows_to_leaves(shifted(phase.graph))))
-    sizes = {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
+    sizes = _sizes(work, bucket)
     phase = replace(phase, graph=settled(phase.graph, work.target, sizes))
+    if share_of(work.objective) < 1.0:
+        least = {name: bound.low for name, bound in bucket.items()}
+        phase = replace(phase, graph=chunked(phase.graph, sizes, least))
     interface = interface_of(work.blueprint, work.graph.types, ())
     bounds = tuple(bucket.values())
     return lower_phase(
         phase, work.target, work.kernels, sizes, bounds, interface.inputs, interface.outputs, f"{tag}{at}_"
     )
+
+
+def _sizes(work: Work, bucket: Mapping[str, Bound]) -> dict[str, int]:
+    """The sizes that the plans of a bucket are to be fast at."""
+    return {name: _inside(work.blueprint.dims[name].tune, bound) for name, bound in bucket.items()}
 
 
 def _inside(tune: tuple[int, ...], bound: Bound) -> int:

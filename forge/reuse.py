@@ -1,7 +1,8 @@
-"""A kernel on a processor writes its result over an operand that nothing reads afterwards.
+"""Memory that is used again within one plan.
 
-A cache reads a line of memory before it writes to it: a result in a place of its own costs its bytes twice,
-and pages that were never touched cost more than that."""
+A kernel on a processor writes its result over an operand that nothing reads afterwards: a cache reads a line
+of memory before it writes to it, so that a result in a place of its own costs its bytes twice, and pages that
+were never touched cost more than that. What is done in chunks of rows has the memory of one chunk."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from esper_ir.types import Dim
+from forge.groups import chunk_of
 from forge.plan import Access, KernelPlan, Load, PointTile, Reduce, RowTile, Store
 from forge.views import ONE
 from library.launch import Argument, ExternStep, KernelStep, Plan, View
@@ -16,15 +18,37 @@ from library.launch import Argument, ExternStep, KernelStep, Plan, View
 Step = KernelStep | ExternStep
 
 
-def in_place(plan: Plan, kernels: Sequence[KernelPlan | None]) -> Plan:
-    """The plan with fewer buffers. `kernels`: what each step runs, None for a library call."""
+def in_place(plan: Plan, kernels: Sequence[KernelPlan | None], chunks: bool = False) -> Plan:
+    """The plan with fewer buffers. `kernels`: what each step runs, None for a library call; `chunks`: only
+    what is done in chunks."""
     for at, kernel in enumerate(kernels):
-        while kernel is not None and (pair := _pair(plan, at, kernel)):
+        while kernel is not None and (pair := _pair(plan, at, kernel, chunks)):
             plan = _merged(plan, *pair)
     return plan
 
 
-def _pair(plan: Plan, at: int, kernel: KernelPlan) -> tuple[int, int] | None:
+def in_turn(plan: Plan) -> Plan:
+    """The plan in which what one chunk (`forge/passes/chunks.py`) leaves behind is memory for a later one."""
+    while True:
+        first, last = dict[int, int](), dict[int, int]()
+        for at, step in enumerate(plan.steps):
+            for number in _used(step):
+                first.setdefault(number, at)
+                last[number] = at
+        pairs = ((a, b) for b in first for a in first if last[a] < first[b] and _of_chunks(plan, a, b))
+        pair = next(pairs, None)
+        if pair is None:
+            return plan
+        plan = _merged(plan, *pair)
+
+
+def _of_chunks(plan: Plan, one: int, other: int) -> bool:
+    a, b = plan.buffers[one], plan.buffers[other]
+    alike = a.source == b.source == "temp" and a.dtype == b.dtype and a.shape == b.shape
+    return alike and bool(chunk_of(a.name)) and bool(chunk_of(b.name))
+
+
+def _pair(plan: Plan, at: int, kernel: KernelPlan, chunks: bool) -> tuple[int, int] | None:
     """(operand, result): buffers of one shape and type, of which this step is the last to read the one and
     the first to name the other, element by element in the same order."""
     step = plan.steps[at]
@@ -49,6 +73,7 @@ def _pair(plan: Plan, at: int, kernel: KernelPlan) -> tuple[int, int] | None:
         for operand in sorted({s.access for s in kernel.body if isinstance(s, Load)}):
             read = number.get(kernel.accesses[operand].buffer, made)
             own = read in earlier and read not in later and plan.buffers[read].source == "temp"
+            own = own and (not chunks or bool(chunk_of(plan.buffers[read].name)))
             if own and _same(plan, read, made) and _beside(kernel, operand, result):
                 return read, made
     return None

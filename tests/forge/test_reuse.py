@@ -30,7 +30,7 @@ def apart() -> PhaseLowering:
     """x + u v, every value with memory of its own."""
     work = Work(text.load(EXAMPLES / "lora.json"), resolve("cpu-v3"), UNBUILT.name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forge.lower, "in_place", lambda plan, kernels: plan)
+        patch.setattr(forge.lower, "in_place", lambda plan, *rest, **more: plan)
         return run(UNBUILT, work).lowerings[0]
 
 

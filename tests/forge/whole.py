@@ -236,10 +236,11 @@ def compared(
 
 
 def check(
-    blueprint: Blueprint, dims: Sizes | None = None, target: str = "h100", backend: str = "plans"
-) -> Work:
+    blueprint: Blueprint, dims: Sizes | None = None, target: str = "h100", backend: str = "plans",
+    aim: str = "speed",
+) -> Work:  # fmt: skip
     """Compile up to the plans, run them, compare everything; the work, for looking at its groups."""
-    work = front(blueprint, target, FAST.name)
+    work = front(blueprint, target, FAST.name, aim)
     found, wide, eager = compared(work, Machine(work, backend), dict(dims or {}))
     for name, value in found.items():
         if close(value, wide[name], eager[name]):

@@ -1,0 +1,162 @@
+"""Large products in chunks of rows: the same numbers in less memory, and where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from esper_ir.builder import Builder, Value
+from esper_ir.graph import Blueprint
+from forge.groups import chunk_of
+from forge.lower import PhaseLowering
+from forge.passes import chunks
+from forge.service import front
+from forge.work import Work
+from library.launch import ExternStep, evaluate
+from tests.forge.whole import check
+
+WIDE, DEEP = 640, 24
+TUNED = 512
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 128 rows at the tuned size, from 256 rows on."""
+    monkeypatch.setattr(chunks, "WHOLE", 256 * WIDE * 4)
+    monkeypatch.setattr(chunks, "CHUNK", 128 * WIDE * 4)
+
+
+def _block(body: Callable[[Builder, Value, Value], Value], dtype: str = "float32", **dim: Any) -> Blueprint:
+    """`body` of a builder, rows x [rows, DEEP] and classes t [rows]."""
+    b = Builder("block")
+    rows = b.dim("rows", **{"min": 1, "max": 4096, "tune": [TUNED], **dim})
+    return b.build(body(b, b.input("x", dtype, [rows, DEEP]), b.input("t", "int64", [rows])))
+
+
+def _head(b: Builder, x: Value, t: Value) -> Value:
+    w = b.param("w", "float32", [DEEP, WIDE])
+    return b.op("cross_entropy", x @ w, t)
+
+
+def _smoothed(b: Builder, x: Value, t: Value) -> Value:
+    """As torch's linear layer has its weight, with a bias, weights of the classes and smoothed labels."""
+    w, bias = b.param("w", "float32", [WIDE, DEEP]), b.param("bias", "float32", [WIDE])
+    classes = b.param("classes", "float32", [WIDE])
+    z = b.op("linear", x, w, bias)
+    return b.op("cross_entropy", z, t, classes, label_smoothing=0.1, reduction="sum")
+
+
+def _each(b: Builder, x: Value, t: Value) -> Value:
+    """A loss per row, of a norm of x."""
+    w, scale = b.param("w", "float32", [DEEP, WIDE]), b.param("scale", "float32", [DEEP])
+    return b.op("cross_entropy", b.op("rms_norm", x, scale) @ w, t, reduction="none")
+
+
+def _gated(b: Builder, x: Value, t: Value) -> Value:
+    gate, up = (b.param(n, "float32", [DEEP, WIDE]) for n in ("gate", "up"))
+    down = b.param("down", "float32", [WIDE, DEEP])
+    return x + (b.op("silu", x @ gate) * (x @ up)) @ down
+
+
+def _softmax(b: Builder, x: Value, t: Value) -> Value:
+    """Weights of a mixture: a softmax between two products."""
+    a, c = b.param("a", "float32", [DEEP, WIDE]), b.param("c", "float32", [WIDE, DEEP])
+    return b.op("softmax", x @ a, dim=1) @ c
+
+
+BLOCKS = {"head": _head, "smoothed": _smoothed, "each": _each, "gated": _gated, "softmax": _softmax}
+
+
+def chunked(low: PhaseLowering) -> bool:
+    return any(chunk_of(n.id) for n in low.phase.graph)
+
+
+def largest(low: PhaseLowering, rows: int) -> int:
+    """Elements of the largest buffer that no caller gives or gets."""
+    temps = [b for b in low.plan.buffers if b.source == "temp"]
+    return max((_count(b.shape, rows) for b in temps), default=0)
+
+
+def _count(shape: Any, rows: int) -> int:
+    out = 1
+    for size in shape:
+        out *= evaluate(size, {"rows": rows})
+    return out
+
+
+def above(work: Work) -> list[PhaseLowering]:
+    """Plans for the tuned size."""
+    return [low for low in work.lowerings if low.plan.bucket[0].high >= TUNED]
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 500, TUNED, 1111])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_numbers_are_those_of_the_whole(name: str, rows: int) -> None:
+    work = check(_block(BLOCKS[name]), {"rows": rows}, aim="memory")
+    assert all(chunked(low) for low in above(work))
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu-v3"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_chunk_of_it_is_there_at_a_time(name: str, target: str) -> None:
+    work = front(_block(BLOCKS[name]), target, "fast", "memory")
+    for low in above(work):
+        assert largest(low, TUNED) == 128 * WIDE, low.phase.name
+        wide = [b for b in low.plan.buffers if _count(b.shape, TUNED) == 128 * WIDE]
+        # What a chunk needs at once, and the same for the last one, which is of another size.
+        assert len(wide) <= (10 if name == "gated" else 4)
+
+
+def test_sums_over_rows_are_added_up_by_the_library() -> None:
+    work = front(_block(_head), "h100", "fast", "memory")
+    low = above(work)[-1]
+    sums = [s for s in low.plan.steps if isinstance(s, ExternStep) and s.op == "addmm"]
+    assert len(sums) == 3 and all(s.inputs[0].buffer == s.outs[0].buffer for s in sums)
+
+
+def test_few_rows_come_at_once() -> None:
+    work = front(_block(_head), "h100", "fast", "memory")
+    buckets = {(low.plan.bucket[0].low, low.plan.bucket[0].high): chunked(low) for low in work.lowerings}
+    assert buckets == {(1, 255): False, (256, 4096): True}
+
+
+def test_for_speed_everything_comes_at_once() -> None:
+    work = front(_block(_head), "h100", "fast")
+    assert not any(map(chunked, work.lowerings))
+
+
+def _normed(b: Builder, x: Value, t: Value) -> Value:
+    """A mean over the rows stands between."""
+    w = b.param("w", "float32", [DEEP, WIDE])
+    z = x @ w
+    return b.op("sum", b.op("exp", z - b.op("mean", z, dims=[0], keepdim=True)), dims=[1])
+
+
+def _handed_out(b: Builder, x: Value, t: Value) -> Value:
+    return b.op("relu", x @ b.param("w", "float32", [DEEP, WIDE]))
+
+
+def _running(b: Builder, x: Value, t: Value) -> Value:
+    w = b.param("w", "float32", [DEEP, WIDE])
+    return b.op("sum", b.op("cumsum", x @ w, dim=0), dims=[1])
+
+
+OTHERS = {"mean over rows": _normed, "a result": _handed_out, "running over rows": _running}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_needs_all_rows_comes_at_once(name: str) -> None:
+    work = check(_block(OTHERS[name]), {"rows": 300}, aim="memory")
+    assert not any(chunked(low) for low in work.lowerings if low.phase.name != "backward")
+
+
+def test_a_narrow_sum_is_rounded_no_worse_than_eagers() -> None:
+    """Weight gradients in bfloat16 are rounded once for every chunk."""
+
+    def head(b: Builder, x: Value, t: Value) -> Value:
+        z = x @ b.param("w", "bfloat16", [DEEP, WIDE])
+        return b.op("cross_entropy", b.op("cast", z, dtype="float32"), t)
+
+    check(_block(head, "bfloat16"), {"rows": TUNED}, aim="memory")
