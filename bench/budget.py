@@ -1,10 +1,10 @@
 """What a memory budget costs: bytes kept for the backward, peak memory and time, by share.
 
-    python -m bench.budget --out out/budget [--size small]        (three blocks, a minute or two)
+    python -m bench.budget --out out/budget [--size small]        (four blocks, a few minutes)
 
 Each block is compiled once per share of the bytes between the fewest (0) and those that `speed` keeps (1), at
-one size; all of a block are timed side by side, forward and backward. Bytes kept are those of the plan; peaks
-are the card's, beyond what was there before the step.
+one size; all of a block are timed side by side, forward and backward, with its peers. Bytes kept are those of
+the plan; peaks are the card's, beyond what was there before the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from forge.service import compile_blueprint, front
 from forge.work import Work
 from library.store import Library
 
-BLOCKS = ("geglu", "squeeze_excite", "mamba_scan")
+BLOCKS = ("geglu", "squeeze_excite", "mamba_scan", "linear_cross_entropy")
+TARGETS = {"linear_cross_entropy": 1.1}
+"""Of the best peer's time beside that of the least budget."""
+ESPER = "esper"
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -64,9 +67,11 @@ def peak(step: Any) -> int | None:
 
 
 def curve(library: Library, block: Block, sizes: Sizes, shares: Sequence[float]) -> list[dict[str, Any]]:
-    """A row per share; shares whose plans keep the same values are one artifact and share its times."""
+    """A row per share, then one per peer; shares whose plans keep the same values are one artifact and share
+    its times."""
     device, blueprint = results.device_here(), at(block, sizes)
     args = block.inputs(sizes, device)
+    cotangent = _cotangent(block, args)
     target = "auto" if device.type == "cuda" else "cpu"
     ids: dict[float, str] = {}
     calls: dict[str, Any] = {}
@@ -76,19 +81,26 @@ def curve(library: Library, block: Block, sizes: Sizes, shares: Sequence[float])
         )
         ids[share] = made.artifact_id
         loaded = peers.esper(made.artifact_id, library, allow_unvalidated=True)
-        calls[made.artifact_id] = measure.steps(loaded, args, _cotangent(block, args))["fb"]
+        calls[made.artifact_id] = measure.steps(loaded, args, cotangent)["fb"]
+    others = [name for name in peers.names(block, device, every=False) if name != peers.REDUCE]
+    for name in others:
+        calls[name] = measure.steps(peers.peer(name, block, args, cotangent)[0], args, cotangent)["fb"]
     effort = measure.Effort() if device.type == "cuda" else measure.QUICK  # seconds a step, there
-    times = measure.measured(calls, effort, device, "fb")
+    times = measure.measured(calls, effort, device, "fb", graphs=peers.uncaptured(block))
     label = block.size_label(sizes)
     rows = []
     for share in shares:
         name = ids[share]
         work = front(blueprint, target, aim=within(str(share)))
-        row = {"block": block.name, "size": label, "share": share, "artifact": name}
+        row = {"block": block.name, "size": label, "impl": ESPER, "share": share, "artifact": name}
         row |= {"kept_bytes": kept(work, sizes), "peak_bytes": peak(calls[name]), "saved": list(work.saved)}
         rows.append({**row, "phase": "fb", **times.row(name)})
         say(f"{block.name} {label} {share:g}: {rows[-1]['kept_bytes'] / 2**20:.1f} MiB kept, "
             f"{rows[-1]['wall_ms']:.3f} ms")  # fmt: skip
+    for name in others:
+        row = {"block": block.name, "size": label, "impl": name, "peak_bytes": peak(calls[name])}
+        rows.append({**row, "phase": "fb", **times.row(name)})
+        say(f"{block.name} {label} {name}: {rows[-1]['wall_ms']:.3f} ms")
     return rows
 
 
@@ -98,32 +110,49 @@ def _cotangent(block: Block, args: list[Tensor]) -> Tensor:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the least budget beside the largest, by block: bytes kept and time."""
+    """Of the least budget beside the largest, by block and size: bytes kept, peak and time; and of every peer
+    beside the least budget."""
     found: dict[str, Any] = {}
-    for name in dict.fromkeys(r["block"] for r in rows):
-        own = sorted((r for r in rows if r["block"] == name), key=lambda r: r["share"])
-        least, most = own[0], own[-1]
+    for block, size in dict.fromkeys((r["block"], r["size"]) for r in rows):
+        here, name = [r for r in rows if (r["block"], r["size"]) == (block, size)], f"{block}_{size}"
+        own = sorted((r for r in here if r["impl"] == ESPER), key=lambda r: r["share"])
+        least, most, others = own[0], own[-1], [r for r in here if r["impl"] != ESPER]
         found[f"{name}_kept_share"] = figure(least["kept_bytes"] / max(most["kept_bytes"], 1), "ratio")
+        found[f"{name}_peak_ratio"] = figure(_ratio(least, most, "peak_bytes"), "ratio")
         found[f"{name}_time_ratio"] = figure(least["wall_ms"] / most["wall_ms"], "ratio")
+        for peer in others:
+            found[f"{name}_{peer['impl']}_peak"] = figure(_ratio(peer, least, "peak_bytes"), "x")
+            found[f"{name}_{peer['impl']}_time"] = figure(_ratio(peer, least, "wall_ms"), "x")
+        if others:
+            best = min(others, key=lambda r: r["wall_ms"])
+            aim = TARGETS.get(block)
+            found[f"{name}_best_time"] = figure(_ratio(best, least, "wall_ms"), "x", aim, at_least=True)
     return found
+
+
+def _ratio(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> float | None:
+    """None where there is no card to ask."""
+    return one[name] / other[name] if one[name] and other[name] else None
 
 
 @click.command()
 @click.option(
     "--only", multiple=True, default=BLOCKS, show_default=True, help="Words in the names of blocks."
 )
-@click.option("--size", type=click.Choice(SIZES), help="Default: medium on a card, small elsewhere.")
+@click.option("--size", "chosen", type=click.Choice(SIZES), multiple=True,
+              help="Default: medium on a card, small elsewhere.")  # fmt: skip
 @click.option("--share", "shares", multiple=True, type=float, default=SHARES, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
-def main(only: tuple[str, ...], size: str | None, shares: tuple[float, ...], out: Path) -> None:
+def main(only: tuple[str, ...], chosen: tuple[str, ...], shares: tuple[float, ...], out: Path) -> None:
     """Compile, time, and write the results file."""
-    size = size or ("medium" if torch.cuda.is_available() else "small")
+    chosen = chosen or ("medium" if torch.cuda.is_available() else "small",)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="esper-budget-") as folder:
         places = {"trust": Path(folder, "trust"), "roles": ("compiler",)}
         with Library.open(Path(folder, "library"), **places) as library:
             for block in available(only):
-                rows += curve(library, block, block.sizes[SIZES.index(size)], shares)
+                for size in chosen:
+                    rows += curve(library, block, block.sizes[SIZES.index(size)], shares)
     document = {**results.header("budget"), "rows": rows, "figures": figures(rows)}
     say(f"written: {results.write(document, out)}")
 

@@ -6,14 +6,16 @@ were never touched cost more than that. What is done in chunks of rows has the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from math import lcm, prod
 
 from esper_ir.types import Dim
 from forge.groups import chunk_of
 from forge.plan import Access, KernelPlan, Load, PointTile, Reduce, RowTile, Store
 from forge.views import ONE
-from library.launch import Argument, ExternStep, KernelStep, Plan, View
+from library.launch import Argument, Bound, ExternStep, KernelStep, Plan, Size, View, evaluate
 
 Step = KernelStep | ExternStep
 
@@ -43,9 +45,35 @@ def in_turn(plan: Plan) -> Plan:
 
 
 def _of_chunks(plan: Plan, one: int, other: int) -> bool:
+    """Whether the memory of `other`, of a later chunk, can be that of `one` before."""
     a, b = plan.buffers[one], plan.buffers[other]
-    alike = a.source == b.source == "temp" and a.dtype == b.dtype and a.shape == b.shape
-    return alike and bool(chunk_of(a.name)) and bool(chunk_of(b.name))
+    temps = a.source == b.source == "temp" and a.dtype == b.dtype
+    return temps and bool(chunk_of(a.name) and chunk_of(b.name)) and _as_large(a.shape, b.shape, plan.bucket)
+
+
+@cache
+def _as_large(one: tuple[Size, ...], other: tuple[Size, ...], bucket: tuple[Bound, ...]) -> bool:
+    """Whether there are never fewer elements in the second shape. Of one size each that varies, both are
+    linear but for a period, that of their floors: what holds for a period at either end of the range holds
+    between."""
+    if one == other:
+        return True
+    if len(bucket) != 1 or any(sum(not isinstance(s, int) for s in shape) > 1 for shape in (one, other)):
+        return False
+    name, low, high = bucket[0].dim, bucket[0].low, bucket[0].high
+    period = lcm(*_divisors((one, other)))
+    ends = {*range(low, min(low + period, high + 1)), *range(max(high - period, low), high + 1)}
+    return all(prod(evaluate(s, {name: n}) for s in one) <= prod(evaluate(s, {name: n}) for s in other)
+               for n in ends)  # fmt: skip
+
+
+def _divisors(size: object) -> Iterator[int]:
+    """Of the floors in sizes."""
+    if isinstance(size, tuple):
+        if size and size[0] == "floordiv":
+            yield int(size[2])
+        for part in size:
+            yield from _divisors(part)
 
 
 def _pair(plan: Plan, at: int, kernel: KernelPlan, chunks: bool) -> tuple[int, int] | None:

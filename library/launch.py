@@ -122,8 +122,8 @@ class KernelStep:
 
 @dataclass(frozen=True)
 class View:
-    """A buffer seen with another shape: reshape to `shape`, then permute axes by `permute` (empty: as it
-    is)."""
+    """The first elements of a buffer, in most views all of them, as a tensor of `shape` whose axes are then
+    permuted by `permute` (empty: as it is)."""
 
     buffer: int
     shape: tuple[Size, ...] = ()

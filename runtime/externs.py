@@ -46,11 +46,12 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def strided(view: View, buffer_shape: tuple[int, ...], dims: Mapping[str, int]) -> Strided:
-    """Reshape, then permute; E0809 when the element counts differ or the permutation is none."""
+    """The first elements in another shape, then permuted; E0809 when there are too few, or the permutation is
+    none."""
     shape = tuple(evaluate(s, dims) for s in view.shape) if view.shape else buffer_shape
     stride = dense(shape)
     order = view.permute or tuple(range(len(shape)))
-    if sorted(order) != list(range(len(shape))) or _numel(shape) != _numel(buffer_shape):
+    if sorted(order) != list(range(len(shape))) or _numel(shape) > _numel(buffer_shape):
         raise fail("E0809", f"a view {shape} permuted {view.permute} of a buffer {buffer_shape}")
     moved = tuple(shape[i] for i in order)
     return Strided(

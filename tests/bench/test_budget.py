@@ -9,12 +9,17 @@ from forge.service import front
 
 
 def test_figures_are_the_least_budget_beside_the_largest() -> None:
+    same = {"block": "b", "size": "8"}
     rows = [
-        {"block": "b", "share": share, "kept_bytes": kept, "wall_ms": ms}
+        {**same, "impl": "esper", "share": share, "kept_bytes": kept, "peak_bytes": 2 * kept, "wall_ms": ms}
         for share, kept, ms in ((1.0, 400, 2.0), (0.0, 100, 3.0), (0.5, 200, 2.5))
     ]
-    found = budget.figures(rows)
-    assert found["b_kept_share"]["value"] == 0.25 and found["b_time_ratio"]["value"] == 1.5
+    rows += [
+        {**same, "impl": name, "peak_bytes": 500, "wall_ms": ms} for name, ms in (("a", 6.0), ("b", 3.6))
+    ]
+    found = {name.removeprefix("b_8_"): f["value"] for name, f in budget.figures(rows).items()}
+    assert (found["kept_share"], found["peak_ratio"], found["time_ratio"]) == (0.25, 0.25, 1.5)
+    assert (found["a_peak"], found["a_time"], found["best_time"]) == (2.5, 2.0, 1.2)
 
 
 def test_bytes_are_counted_at_the_size_that_is_timed() -> None:

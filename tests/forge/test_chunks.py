@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from esper_ir import text
 from esper_ir.builder import Builder, Value
 from esper_ir.graph import Blueprint
+from esper_ir.types import DType
 from forge.groups import chunk_of
 from forge.lower import PhaseLowering
 from forge.passes import chunks
@@ -19,6 +22,7 @@ from tests.forge.whole import check
 
 WIDE, DEEP = 640, 24
 TUNED = 512
+EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_cross_entropy.json"
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +109,22 @@ def test_a_chunk_of_it_is_there_at_a_time(name: str, target: str) -> None:
     for low in above(work):
         assert largest(low, TUNED) == 128 * WIDE, low.phase.name
         wide = [b for b in low.plan.buffers if _count(b.shape, TUNED) == 128 * WIDE]
-        # What a chunk needs at once, and the same for the last one, which is of another size.
+        # What a chunk needs at once, maybe twice: little work of two chunks may be one launch.
         assert len(wide) <= (10 if name == "gated" else 4)
+
+
+def test_the_logits_of_a_vocabulary_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32,000 words, 8,192 rows: a third of what they would take holds all that lies between."""
+    monkeypatch.undo()
+    work = front(text.load(EXAMPLE), "h100", "fast", "memory")
+    logits = 8192 * 32000 * 2
+    plans = [low.plan for low in work.lowerings if low.plan.bucket[0].high > 8192]
+    assert {p.phase for p in plans} == {"inference", "forward", "backward"}
+    for plan in plans:
+        temps = [b for b in plan.buffers if b.source == "temp"]
+        took = sum(_count(b.shape, 8192) * DType(b.dtype).itemsize for b in temps)
+        kept = [plan.buffers[n] for n in plan.saved if plan.buffers[n].source != "input"]
+        assert 3 * took < logits and all(100 * _count(b.shape, 8192) < 8192 * 32000 for b in kept), took
 
 
 def test_sums_over_rows_are_added_up_by_the_library() -> None:
