@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,8 @@ def main(only: tuple[str, ...], chosen: tuple[str, ...], shares: tuple[float, ..
     with tempfile.TemporaryDirectory(prefix="esper-budget-") as folder:
         places = {"trust": Path(folder, "trust"), "roles": ("compiler",)}
         with Library.open(Path(folder, "library"), **places) as library:
-            for block in available(only):
-                for size in chosen:
-                    rows += curve(library, block, block.sizes[SIZES.index(size)], shares)
+            for block, size in product(available(only), chosen):
+                rows += curve(library, block, block.sizes[SIZES.index(size)], shares)
     document = {**results.header("budget"), "rows": rows, "figures": figures(rows)}
     say(f"written: {results.write(document, out)}")
 

@@ -3,6 +3,7 @@
     python -m bench.gauntlet [--count 240] [--quick]     a library made here, measured, tagged, measured again
     python -m bench.gauntlet --lanes 8                   the same, eight at a time on cores of their own
     python -m bench.gauntlet --here 500                  what ESPER_LIBRARY has, a part of it twice
+    python -m bench.gauntlet --here 500 --part 1/2       every second of it (the others on another card)
     python -m bench.gauntlet --read                      only the table of what ESPER_LIBRARY has measured
     python -m bench.gauntlet --starter docs/starter.html only the page of the starter blocks, measured here
 
@@ -340,9 +341,11 @@ def read() -> dict[str, Any]:
         return document(rows, tags, retagged(library, names, before), len(names), most=READ)
 
 
-def here(seconds: float, repeated: int, effort: Effort) -> dict[str, Any]:
+def here(seconds: float, repeated: int, effort: Effort, part: str = "0/1") -> dict[str, Any]:
     """Prove and measure what ESPER_LIBRARY has for this card, or this processor, that has no verdict yet, and
-    some of it once more. Begins none after so many seconds, and a quarter of them for the second time."""
+    some of it once more. Begins none after so many seconds, and a quarter of them for the second time.
+    `part`: "1/2" is every second of it, from the second on."""
+    at, parts = map(int, part.split("/"))
     end = time.monotonic() + seconds
     with ForkServer() as server, Library.open(roles=("validator",)) as library:
 
@@ -355,7 +358,7 @@ def here(seconds: float, repeated: int, effort: Effort) -> dict[str, Any]:
 
         kind = "cuda" if results.device_here().type == "cuda" else "cpu"
         waiting = [r for r in library.artifacts(state=PENDING_BENCHMARKING) if r.kind == kind]
-        names = [r.id for r in sorted(waiting, key=lambda r: r.id)]
+        names = [r.id for r in sorted(waiting, key=lambda r: r.id)][at::parts]
         passed = [name for name in names if one(name, again=False)]
         end += seconds * AGAIN
         for name in passed[:: max(len(passed) // repeated, 1)]:
@@ -405,12 +408,13 @@ def alone(out: Path, quick: bool) -> int:
 @click.option("--lanes", default=1, show_default=True, help="Artifacts at a time, on cores of their own.")
 @click.option("--quick", is_flag=True, help="Few samples: whether it runs, not how well it repeats.")
 @click.option("--here", "here_s", default=0.0, help="Measure what ESPER_LIBRARY has, for so many seconds.")
+@click.option("--part", default="0/1", show_default=True, help="Of what is there, with --here.")
 @click.option("--read", "read_", is_flag=True, help="Only the table of what is measured in ESPER_LIBRARY.")
 @click.option("--starter", "place", type=click.Path(path_type=Path), help="Only write the starter page here.")
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
-    count: int, repeated: int, lanes: int, quick: bool, here_s: float, read_: bool, place: Path | None,
-    out: Path,
+    count: int, repeated: int, lanes: int, quick: bool, here_s: float, part: str, read_: bool,
+    place: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Measure a library twice, check its tags, write the results file."""
     effort = QUICK if quick else EFFORT
@@ -418,7 +422,7 @@ def main(
         starter(place, effort)
         return
     if here_s:
-        found = here(here_s, repeated, effort)
+        found = here(here_s, repeated, effort, part)
     else:
         found = read() if read_ else run(count, effort, repeated, lanes)
     show(found)
