@@ -11,10 +11,11 @@ import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from esper_ir import text
+from esper_ir import oracle, text
 from forge.ctoolchain import compile_c
 from forge.pass_manager import run
 from forge.pipelines import FAST
@@ -140,7 +141,7 @@ def blueprints() -> list[dict[str, Any]]:
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """One compiled blueprint. `texts`: of every kernel by its name, C functions or Triton modules; `prelude`:
     the C text before the functions; `container`: the artifact; `manifest`: its launch manifest as JSON.
@@ -157,6 +158,10 @@ class Block:
     def manifest(self) -> dict[str, Any]:
         """A fresh copy of the manifest."""
         return json.loads(json.dumps(unpack(self.container).manifest))
+
+    @cached_property
+    def _plans(self) -> list[dict[str, Any]]:
+        return self.manifest["launch"]["plans"]
 
     @property
     def target(self) -> Target:
@@ -180,6 +185,17 @@ class Block:
         found = {str(step["grid"][0]) for _, step, _ in self.launches(kernel)}
         return int(found.pop()) if len(found) == 1 and "".join(found).isdigit() else None
 
+    def dtypes(self, kernel: str, argument: int) -> set[str]:
+        """Of the buffers that are given to a kernel as this argument."""
+        given = [(plan, step["args"][argument]) for plan, step, _ in self.launches(kernel)]
+        return {plan["buffers"][a["value"]]["dtype"] for plan, a in given if a["kind"] == "buffer"}
+
+    def roundings(self, backward: bool, rows: int = 48) -> int:
+        """Length of the accumulation of results, or of gradients, as `esper_ir.oracle` counts it."""
+        assert self.work.graph is not None and self.work.joint is not None
+        graph = self.work.joint.graph if backward else self.work.graph
+        return oracle.accumulation_length(graph, {"rows": rows})
+
     def roles(self, kernel: str) -> list[set[str]]:
         """What each argument of a kernel is over all launches: "leaf" (a tensor that the caller gives, also
         where it was saved), "output", "gradient", "cotangent", "saved", "temp", "size rows", ..."""
@@ -194,7 +210,7 @@ class Block:
 
     def launches(self, kernel: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
         """(plan, step, the forward plan) of every step that may launch a kernel."""
-        plans = self.manifest["launch"]["plans"]
+        plans = self._plans
         forward = next((p for p in plans if p["phase"] == "forward"), None)
         for plan in plans:
             for step in plan["steps"]:

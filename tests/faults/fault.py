@@ -15,6 +15,9 @@ its kernels by name (C functions on the processor, Triton modules for a card), t
 A mutant has to be wrong for some values and sizes that the blueprint allows, by more than rounding may
 explain; it must not depend on what the judge happens to try. Where that is in doubt, leave it out.
 
+A class also has small forms of its fault (`subtle`): the same with its effect scaled, so that on ordinary
+values the error is a few times the bound (`sites.mixed`, `sites.few`). One that can have none says why.
+
 Whoever adds a class to test the judge should not have read `gauntlet/`: this file, `corpus.py` (what a block
 is), `sites.py` (where values are loaded and stored) and docs/gauntlet.md are enough. What the classes already
 here do is no pattern to follow either.
@@ -33,7 +36,8 @@ from tests.faults.corpus import Block
 class Mutant:
     """One fault. Either `text`, the whole text of `kernel` with the fault in it (the entry keeps its name),
     or `launch`, the launch manifest as JSON with the fault in it. `place`: what was changed, for the reader.
-    `subtle`: meant to be off by less than ten times the bound.
+    `subtle`: meant to be off by less than ten times the bound on ordinary values, or not at all there.
+    `by_value`: wrong only by its numbers, whatever the others of its class are.
     """
 
     kind: str
@@ -42,14 +46,19 @@ class Mutant:
     text: str = ""
     launch: Mapping[str, Any] | None = None
     subtle: bool = False
+    by_value: bool = False
 
 
 @dataclass(frozen=True)
 class FaultClass:
     """`name` as the table shows it; `mutants` of one block, as many as there are places. `by_value`: a mutant
     of this class is wrong only by its numbers, so that one which gives the clean artifact's numbers for all
-    values and sizes is no fault (`tests/faults/witness.py` looks); of other classes every mutant counts."""
+    values and sizes is no fault (`tests/faults/witness.py` looks); of other classes every mutant counts.
+    `no_small`: why there can be no subtle mutant, in one sentence; empty where there are such. `cotangents`:
+    what flows back in the ordinary cases that the error of a mutant is measured by."""
 
     name: str
     mutants: Callable[[Block], Iterator[Mutant]]
     by_value: bool = False
+    no_small: str = ""
+    cotangents: tuple[str, ...] = ("normal",)

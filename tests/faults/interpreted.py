@@ -37,7 +37,7 @@ FENCE = 1024
 """Elements before and behind a buffer: several rows."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plain(corpus.Block):
     """A block that was not assembled: its manifest is made from the plans."""
 

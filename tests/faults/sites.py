@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
+from esper_ir import oracle
+from esper_ir.types import DType
 from tests.faults.corpus import Block
 
 C_ARGUMENT = re.compile(r"(\w+) \*const (b\d+_\w+) = \*\(\w+ \*const \*\)args\[(\d+)\];")
@@ -24,6 +27,14 @@ T_LOAD = re.compile(
 BITS = {"float": "float32", "uint16_t": "bfloat16", "float32": "float32", "bfloat16": "bfloat16"}
 SMALL = {"float32": 1.5e-6, "bfloat16": 0.03}
 """A relative error of two to eight times what rounding explains."""
+SHARE = {"float32": 9e-7, "bfloat16": 0.016}
+"""Of a wrong value in every element: the root mean square error is a few times what is allowed."""
+TIMES, ROOT = 1.6, 6.5
+"""Of the bound of an element, where few are wrong; their mean square among all is less than that of one row by so
+much (a root of 48 rows)."""
+T_TILE = re.compile(r"\brow = [^\n]*\* (\d+) \+ tl\.arange\(0, \1\)")
+C_TILE = re.compile(r"last = first \+ (\d+) < ")
+T_FLAT = re.compile(r"\bok = at < \((\d+) \* n_rows\)")
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,56 @@ class Site:
         names = re.search(rf"def {self.kernel}\(([^)]*)\)", text)
         return names[1].split(", ")[at] if names and at >= 0 else ""
 
+    def row(self) -> tuple[str, int] | None:
+        """The number of the row here, as a text, and the elements of a row; None where there are no rows."""
+        text = self.block.texts[self.kernel]
+        if self.block.kind == "c":
+            at = re.match(r"o\d+\b", self.index)
+            found = re.search(rf"\b{at[0]} = (i\d+)(?: \* INT64_C\((\d+)\))?;", text) if at else None
+            return (found[1], int(found[2] or 1)) if found else None
+        found = re.match(r"((?:next_)?row) \* (\d+) \+", self.index)
+        if found:
+            return found[1], int(found[2])
+        flat = T_FLAT.search(text) if self.index == "at" else None
+        return (f"(at // {flat[1]})", int(flat[1])) if flat else None
+
+    def end_of_rows(self) -> str:
+        """How many rows the kernel goes over, partial sums where it goes over these; empty when unknown."""
+        if self.block.kind == "c":
+            return "rows"
+        rows = re.search(r"ok = \(row < (\w+)\)", self.block.texts[self.kernel])
+        return rows[1] if rows else self.rows()
+
+    def tile(self) -> int:
+        """Rows of a program; 1 where its end is no matter of rows."""
+        found = (C_TILE if self.block.kind == "c" else T_TILE).search(self.block.texts[self.kernel])
+        return int(found[1]) if found else 1
+
+    def at(self, index: str, argument: int = -1) -> str:
+        """What a load gives at another index, or from another argument."""
+        if self.block.kind == "c":
+            bare = self.value.rpartition("(")[2].partition("[")[0]
+            other = pointers(self.block, self.kernel).get(argument, bare)
+            return self.value.replace(f"{bare}[{self.index}]", f"{other}[{index}]", 1)
+        other = self.argument if argument < 0 else argument
+        return self.value.replace(f"p_{self.argument} + {self.index}", f"p_{other} + {index}", 1)
+
+    def before(self) -> str:
+        """What lies where a store goes to, as a float, kept between -1 and 1: of memory as it was anything."""
+        if self.block.kind == "c":
+            bare = f"{pointers(self.block, self.kernel)[self.argument]}[{self.index}]"
+            lies = f"from_bf16({bare})" if self.dtype == "bfloat16" else bare
+            return self.where(f"{lies} > 1.0f", "1.0f", self.where(f"{lies} > -1.0f", lies, "-1.0f"))
+        mask = re.match(r"[^\n]*?, mask=([^\n]*)\)\n", self.block.texts[self.kernel][self.end :])
+        guarded = f", mask={mask[1]}, other=0" if mask else ""
+        lies = f"tl.load(p_{self.argument} + {self.index}{guarded}).to(tl.float32)"
+        return self.where(f"{lies} > 1.0", "1.0", self.where(f"{lies} > -1.0", lies, "-1.0"))
+
+    def spoilt(self, share: float) -> str:
+        """The value of a store with so much of what lay there before."""
+        of = "f" if self.block.kind == "c" else ""
+        return f"({self.value}) * (1.0{of} + {self.before()} * {share!r}{of})"
+
     def element(self, at: int) -> str:
         """Element number `at` of the same buffer, as a float."""
         if self.block.kind == "c":
@@ -110,7 +171,7 @@ def _in_triton(block: Block, kernel: str, text: str, roles: list[frozenset[str]]
     entry = text.index(f"def {kernel}(")
     for m in T_LOAD.finditer(text, entry):
         at = int(m["n"])
-        dtype = "bfloat16" if m["c"] else "float32"
+        dtype = "bfloat16" if m["c"] or "bfloat16" in block.dtypes(kernel, at) else "float32"
         span = (m.start("v"), m.end("v"))
         yield Site(block, kernel, "load", at, roles[at], dtype, m["i"], m["v"], *span, m["t"])
     for m in T_STORE.finditer(text, entry):
@@ -157,10 +218,41 @@ def added(block: Block, kernel: str, one: int, two: int) -> bool:
     return any(re.search(rf"\b({a}\)* \+ \(*{b}|{b}\)* \+ \(*{a})\b", text) for a, b in pairs)
 
 
-def mixed(site: Site, value: str) -> str:
+def pointers(block: Block, kernel: str) -> dict[int, str]:
+    """Names of the pointers by the number of their argument."""
+    if block.kind == "c":
+        return {int(m[3]): m[2] for m in C_ARGUMENT.finditer(block.texts[kernel])}
+    return {
+        at: f"p_{at}" for at, role in enumerate(block.roles(kernel)) if not any("size" in r for r in role)
+    }
+
+
+def mixed(site: Site, value: str, share: float = 0.0) -> str:
     """A little of a wrong value in what is right: a fault of the same kind near the bound."""
-    share, of = 1.5 * SMALL[site.dtype], "f" if site.block.kind == "c" else ""
+    share, of = share or SHARE[site.dtype], "f" if site.block.kind == "c" else ""
     return f"(({site.value}) * {1 - share!r}{of} + ({value}) * {share!r}{of})"
+
+
+def few(site: Site, condition: str, value: str) -> str:
+    """The same in few elements, by the bound that holds for each."""
+    return site.where(condition, mixed(site, value, share_of_few(site.block, site.kernel)), site.value)
+
+
+@cache
+def share_of_few(block: Block, kernel: str) -> float:
+    """A relative error, of one row of a kernel's results, of a few times what docs/bounds.md allows an element
+    (with roundings for eager's own errors) or all together, whichever is less; of one row of what it sums over
+    rows."""
+    inner, outer, dtype = oracle.BOUNDS[DType.float32], oracle.BOUNDS[DType(dtype_of(block))], dtype_of(block)
+    spread = oracle.SPREAD * math.sqrt(block.roundings(kernel.startswith("bwd"))) * inner.roundoff
+    rows = any(s.what == "store" and s.row() for s in sites(block, kernel))
+    element = TIMES * (2 * spread + (1 + outer.element) * outer.roundoff)
+    return min(element, ROOT * SHARE[dtype]) if rows else ROOT * SHARE[dtype]
+
+
+def dtype_of(block: Block) -> str:
+    """Of the results: "float32" or "bfloat16"."""
+    return block.manifest["launch"]["interface"]["outputs"][0]["dtype"]
 
 
 def of_role(block: Block, what: str, *roles: str) -> Iterator[Site]:

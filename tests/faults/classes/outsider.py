@@ -2,7 +2,8 @@
 
 Written from knowledge of kernels alone: of habits that are right for normal tensors of a usual size and wrong
 for a tie, an infinity, a far tail, a number below the normal ones, a row that begins with zeros. Every one is
-off by far more than rounding where it is off at all.
+off by far more than rounding where it is off at all, but for the small forms, which are off by a few times the
+bound there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import NamedTuple
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import Site, of_role, only_subtracted, sites
+from tests.faults.sites import (
+    Site, few, of_role, only_subtracted, share_of_few, sites,
+)  # fmt: skip
 
 GIVEN = ("leaf", "cotangent")
 LARGEST = {"float32": "0x1.fffffep+127", "bfloat16": "0x1.fep+127"}
@@ -32,11 +35,13 @@ class Rewrite(NamedTuple):
     instead: str
 
 
-def _rewritten(kind: str, kernel: str, text: str, rewrites: tuple[Rewrite, ...]) -> Iterator[Mutant]:
+def _rewritten(
+    kind: str, kernel: str, text: str, rewrites: tuple[Rewrite, ...], subtle: bool = False
+) -> Iterator[Mutant]:
     for place, found, instead in rewrites:
         for m in found.finditer(text):
             made = text[: m.start()] + m.expand(instead) + text[m.end() :]
-            yield Mutant(kind, kernel, f"{place}: {m[0].split(';')[0].strip()}", made)
+            yield Mutant(kind, kernel, f"{place}: {m[0].split(';')[0].strip()}", made, subtle=subtle)
 
 
 # A formula that is the same almost everywhere
@@ -53,6 +58,11 @@ TIES = {
         r"\1\g<2>(\3 < 0.0)",
     ),
 }
+MASKED = {"c": r"{} \? 0x0p\+0f : (t\d+);", "triton": r"tl\.where\({}, 0\.0, (v\d+)\)"}
+OUTSIDE = 0.3
+"""Of a root with epsilon outside of it, in a small form: a millionth where epsilon is 1e-5."""
+FLAT = 0.2
+"""Of a function that is flat from some point on."""
 C_ROOT = re.compile(r"const float (t\d+) = (t\d+) \+ (0x[^;]+)f;(\n +)const float (t\d+) = rsqrt_f\(\1\);")
 T_ROOT = re.compile(r"(v\d+) = \((v\d+) \+ ([-\d.e]+)\)(\n +)(v\d+) = tl\.rsqrt\(\1\)")
 C_SQUARE = re.compile(r"(const float (t\d+) = (t\d+) - (t\d+);\n +const float t\d+ = )\2 \* \2;")
@@ -65,11 +75,26 @@ def _formulas(block: Block) -> Iterator[Mutant]:
     kind = "formula off at an edge"
     for kernel, text in block.texts.items():
         yield from _rewritten(kind, kernel, text, (TIES[block.kind],))
+        yield from _slopes(kind, block, kernel, text)
         yield from _roots(kind, kernel, text, block.kind)
         if block.kind == "c":
             yield from _variances(kind, kernel, text)
             quotient = Rewrite("log of a quotient", C_LOG, r"\3log_f(exp_f(\4) / \2);")
-            yield from _rewritten(kind, kernel, text, (quotient,))
+            yield from _rewritten(kind, kernel, text, (quotient,), subtle=True)
+
+
+def _slopes(kind: str, block: Block, kernel: str, text: str) -> Iterator[Mutant]:
+    """A small slope of relu at zero, in the place of none."""
+    share = share_of_few(block, kernel)
+    for m in TIES[block.kind].found.finditer(text):
+        mask = re.search(r"([tv]\d+) = \(?\w+ <= ", m[0])
+        used = re.search(MASKED[block.kind].format(mask[1]), text) if mask else None
+        if mask and used:
+            value = f"{mask[1]} ? ({m[3]} == 0 ? {used[1]} * {share!r}f : 0x0p+0f) : {used[1]};"
+            if block.kind == "triton":
+                value = f"tl.where({mask[1]}, tl.where({m[3]} == 0, {used[1]} * {share!r}, 0.0), {used[1]})"
+            made = text[: used.start()] + value + text[used.end() :]
+            yield Mutant(kind, kernel, f"a small slope at zero: {used[0]}", made, subtle=True)
 
 
 def _roots(kind: str, kernel: str, text: str, language: str) -> Iterator[Mutant]:
@@ -81,8 +106,18 @@ def _roots(kind: str, kernel: str, text: str, language: str) -> Iterator[Mutant]
         root = f"const float {m[5]} = 1.0f / (__builtin_sqrtf({m[2]}) + {m[3]}f);"
         if language == "triton":
             root = f"{m[5]} = 1.0 / (tl.sqrt({m[2]}) + {m[3]})"
-        made = text[: m.start()] + root + text[m.end() :]
-        yield Mutant(kind, kernel, f"epsilon outside the root: {m[5]}", made)
+        for made, subtle in ((root, False), (_partly(m, language), True)):
+            place = f"epsilon {'partly ' if subtle else ''}outside the root: {m[5]}"
+            yield Mutant(kind, kernel, place, text[: m.start()] + made + text[m.end() :], subtle=subtle)
+
+
+def _partly(m: re.Match[str], language: str) -> str:
+    """A mean of both roots."""
+    if language == "triton":
+        right, wrong = f"tl.rsqrt({m[2]} + {m[3]})", f"1.0 / (tl.sqrt({m[2]}) + {m[3]})"
+        return f"{m[5]} = {right} * {1 - OUTSIDE} + {wrong} * {OUTSIDE}"
+    right, wrong = f"rsqrt_f({m[2]} + {m[3]}f)", f"1.0f / (__builtin_sqrtf({m[2]}) + {m[3]}f)"
+    return f"const float {m[5]} = {right} * {1 - OUTSIDE}f + {wrong} * {OUTSIDE}f;"
 
 
 def _variances(kind: str, kernel: str, text: str) -> Iterator[Mutant]:
@@ -91,7 +126,7 @@ def _variances(kind: str, kernel: str, text: str) -> Iterator[Mutant]:
     if found and "rsqrt_f(" in text:
         made = C_SQUARE.sub(r"\1\3 * \3;", text)
         made = C_SECOND.sub(rf"\1__builtin_fmaxf(\2 - {found[4]} * {found[4]}, 0);", made)
-        yield Mutant(kind, kernel, f"variance from squares: {found[2]}", made)
+        yield Mutant(kind, kernel, f"variance from squares: {found[2]}", made, subtle=True)
 
 
 # Choices made by a product, and products left out by a choice
@@ -183,6 +218,8 @@ def _padding(block: Block) -> Iterator[Mutant]:
             zero = "0.0f" if block.kind == "c" else "0.0"
             text = site.put(site.where(probe, zero, site.value))
             yield Mutant(kind, site.kernel, f"argument {site.argument}: {site.value}", text)
+            place = f"argument {site.argument}: a little less of {site.value}"
+            yield Mutant(kind, site.kernel, place, site.put(few(site, probe, zero)), subtle=True)
 
 
 def _probe(site: Site) -> str:
@@ -234,15 +271,16 @@ def _ends(block: Block) -> Iterator[Mutant]:
     kind = "range cut at an end"
     # A later load of the same tensor takes the place of an earlier one: the others are much the same fault.
     for site in {(s.kernel, s.argument): s for s in of_role(block, "load", *GIVEN)}.values():
-        for place, value in _cut(site):
-            yield Mutant(kind, site.kernel, f"argument {site.argument}: {place}", site.put(value))
+        for place, value, subtle in _cut(site):
+            where = f"argument {site.argument}: {place}"
+            yield Mutant(kind, site.kernel, where, site.put(value), subtle=subtle)
     for kernel, text in block.texts.items():
         yield from _clipped(kind, block.kind == "c", kernel, text)
         if block.kind == "c" and not _levels(block, kernel):
             yield from _flushed(kind, block, kernel, text)
 
 
-def _cut(site: Site) -> Iterator[tuple[str, str]]:
+def _cut(site: Site) -> Iterator[tuple[str, str, bool]]:
     block, kernel, value = site.block, site.kernel, site.value
     in_c = block.kind == "c"
     zero, suffix = ("0.0f", "f") if in_c else ("0.0", "")
@@ -253,12 +291,14 @@ def _cut(site: Site) -> Iterator[tuple[str, str]]:
         return
     if _grows(site):
         magnitude = f"__builtin_fabsf({value})" if in_c else f"tl.abs({value})"
-        yield "tiny ones are zero", site.where(f"{magnitude} < {TINY}{suffix}", zero, value)
+        small = f"{magnitude} < {TINY}{suffix}"
+        yield "tiny ones are zero", site.where(small, zero, value), False
+        yield "tiny ones are a little less", few(site, small, zero), True
     masks = TIES[block.kind].found.search(block.texts[kernel])
     if not (masks and site.roles <= {"leaf"}):  # a mask takes only the sign
         most = (LARGEST if in_c else LARGEST_TRITON)[site.dtype] + suffix
         inner = site.where(f"{value} < -{most}", f"-{most}", value)
-        yield "no infinities", site.where(f"{value} > {most}", most, inner)
+        yield "no infinities", site.where(f"{value} > {most}", most, inner), False
 
 
 def _levels(block: Block, kernel: str) -> bool:
@@ -295,8 +335,10 @@ def _clipped(kind: str, in_c: bool, kernel: str, text: str) -> Iterator[Mutant]:
         end = f"{ENDS[function]}{'f' if in_c else ''}"
         low = f"{arg} < -{end} ? -{end} : {arg}" if in_c else f"tl.where({arg} < -{end}, -{end}, {arg})"
         both = f"{arg} > {end} ? {end} : {low}" if in_c else f"tl.where({arg} > {end}, {end}, {low})"
-        made = text.replace(call, f"{name}({low if function == 'exp' else both})")
-        yield Mutant(kind, kernel, f"clipped at {end}: {call}", made)
+        flat, of = f"{name}({low if function == 'exp' else both})", "f" if in_c else ""
+        yield Mutant(kind, kernel, f"clipped at {end}: {call}", text.replace(call, flat))
+        little = text.replace(call, f"({call} * {1 - FLAT}{of} + {flat} * {FLAT}{of})")
+        yield Mutant(kind, kernel, f"partly clipped at {end}: {call}", little, subtle=True)
 
 
 def _hidden(function: str, body: str) -> bool:
@@ -323,4 +365,9 @@ MAKERS: dict[str, Callable[[Block], Iterator[Mutant]]] = {
     "row taken for padding": _padding,
     "range cut at an end": _ends,
 }
-CLASSES = tuple(FaultClass(name, make, by_value=True) for name, make in MAKERS.items())
+NO_SMALL = {
+    "choice by a product": "Zero times infinity is no number of any size, and zero in its place is none."
+}
+CLASSES = tuple(
+    FaultClass(name, make, by_value=True, no_small=NO_SMALL.get(name, "")) for name, make in MAKERS.items()
+)

@@ -1,14 +1,20 @@
-"""Faults of the launch plans: the kernels are right, and are launched wrongly."""
+"""Faults of the launch plans: the kernels are right, and are launched wrongly.
+
+The small forms are in the kernels: a little of what such a launch leaves behind.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import added, idle, stored
+from tests.faults.sites import (
+    SHARE, Site, added, dtype_of, idle, mixed, of_role, only_subtracted, share_of_few, sites, stored,
+)  # fmt: skip
 
 Plan = dict[str, Any]
 
@@ -40,6 +46,18 @@ def _grids(block: Block) -> Iterator[Mutant]:
                 fresh, own, name = _again(block, plan)
                 own["steps"][at]["grid"][axis] = ["max", 1, ["sub", size, 1]]
                 yield Mutant("grid too small", "", f"{name} step {at}", launch=fresh)
+    for site in _stores(block):
+        last = "p == gx - 1" if block.kind == "c" else "tl.program_id(0) == tl.num_programs(0) - 1"
+        if site.row() is not None:
+            spoilt = site.spoilt(share_of_few(block, site.kernel))
+            text = site.put(site.where(last, spoilt, site.value))
+            place = f"store {site.argument}: a little not written"
+            yield Mutant("grid too small", site.kernel, place, text, subtle=True)
+
+
+def _stores(block: Block) -> Iterator[Site]:
+    """Of whole tensors, for a caller or another kernel."""
+    return of_role(block, "store", "output", "gradient", "temp")
 
 
 def _again(block: Block, plan: Plan) -> tuple[dict[str, Any], Plan, str]:
@@ -55,6 +73,10 @@ def _steps(block: Block) -> Iterator[Mutant]:
             fresh, own, name = _again(block, plan)
             del own["steps"][at]
             yield Mutant("stale workspace", "", f"{name} without step {at}", launch=fresh)
+    for site in _stores(block):
+        text = site.put(site.spoilt(2 * SHARE[site.dtype]))
+        place = f"store {site.argument}: a little of what lay there"
+        yield Mutant("stale workspace", site.kernel, place, text, subtle=True)
 
 
 def _order(block: Block) -> Iterator[Mutant]:
@@ -66,6 +88,27 @@ def _order(block: Block) -> Iterator[Mutant]:
                 fresh, own, name = _again(block, plan)
                 own["steps"][at : at + 2] = [second, first]
                 yield Mutant("missing barrier", "", f"{name} steps {at} and {at + 1}", launch=fresh)
+    yield from _turns(block)
+
+
+C_HELD = re.compile(r"const float t\d+ = ((w\d+)\[r\]);")
+
+
+def _turns(block: Block) -> Iterator[Mutant]:
+    """A little of what lay in a place one turn before: of the row before, by a kernel that follows another,
+    or a loop that follows another."""
+    kind = "missing barrier"
+    for site in of_role(block, "load", "temp"):
+        if (row := site.row()) and not only_subtracted(block, site.kernel):
+            index = site.where(f"{row[0]} > 0", f"{site.index} - {row[1]}", site.index)
+            text = site.put(mixed(site, site.at(index), 2 * SHARE[site.dtype]))
+            yield Mutant(kind, site.kernel, f"{site.value} of the row before", text, subtle=True, by_value=True)
+    for kernel, text in block.texts.items() if block.kind == "c" else ():
+        for m in C_HELD.finditer(text):
+            share = 4 * SHARE[dtype_of(block)]
+            value = f"{m[1]} * {1 - share!r}f + {m[2]}[r ? r - 1 : r] * {share!r}f"
+            made = text[: m.start(1)] + value + text[m.end(1) :]
+            yield Mutant(kind, kernel, f"{m[0]} of the row before", made, subtle=True, by_value=True)
 
 
 def _touched(step: dict[str, Any]) -> set[int]:
@@ -91,6 +134,22 @@ def _swapped(block: Block) -> Iterator[Mutant]:
             fresh, own, name = _again(block, plan)
             own["steps"][at]["args"][i], own["steps"][at]["args"][j] = args[j], args[i]
             yield Mutant("buffers swapped", "", f"{name} step {at} arguments {i}, {j}", launch=fresh)
+    yield from _other_buffer(block)
+
+
+def _other_buffer(block: Block) -> Iterator[Mutant]:
+    """A little of the other argument in a load of either."""
+    seen: set[tuple[str, int, int]] = set()
+    for plan, at in _launches(block):
+        kernels = [v["kernel"] for v in plan["steps"][at]["variants"]]
+        seen |= {(k, *pair) for i, j in _alike(block, plan, at) for k in kernels for pair in ((i, j), (j, i))}
+    for kernel, i, j in sorted(seen):
+        loads = [s for s in sites(block, kernel) if s.what == "load"]
+        if j in {s.argument for s in loads} and not only_subtracted(block, kernel):
+            for site in [s for s in loads if s.argument == i]:
+                text = site.put(mixed(site, site.at(site.index, j)))
+                place = f"a little of argument {j} in {site.value}"
+                yield Mutant("buffers swapped", kernel, place, text, subtle=True)
 
 
 def _alike(block: Block, plan: Plan, at: int) -> Iterator[tuple[int, int]]:
@@ -116,6 +175,19 @@ def _sizes(block: Block) -> Iterator[Mutant]:
                 fresh, own, name = _again(block, plan)
                 own["steps"][at]["args"][i] = {"kind": "size", "value": ["max", 1, ["sub", "rows", 1]]}
                 yield Mutant("wrong size", "", f"{name} step {at}", launch=fresh)
+    for kernel, text in block.texts.items():
+        for m in (C_MEAN if block.kind == "c" else T_MEAN).finditer(text):
+            # A root mean square is off by half of it, a mean by what it is beside the values.
+            root = "rsqrt" in text[m.end() : m.end() + 160]
+            share = (3 if root else 12) * SHARE[dtype_of(block)]
+            size = float.fromhex(m[1]) if block.kind == "c" else float(m[1])
+            made = f"{text[: m.start(1)]}{size * (1 + share)!r}{text[m.end(1) :]}"
+            place = f"{m[0]} a little larger"
+            yield Mutant("wrong size", kernel, place, made, subtle=True, by_value=True)
+
+
+C_MEAN = re.compile(r"const float t\d+ = \w+ / (0x[^;]+)f;")
+T_MEAN = re.compile(r"_div\(v\d+, (\d+)\)")
 
 
 def _own(text: str, kernel: str) -> str:
@@ -141,5 +213,5 @@ CLASSES = (
     FaultClass("missing barrier", _order),
     FaultClass("buffers swapped", _swapped, by_value=True),
     FaultClass("wrong size", _sizes),
-    FaultClass("forged manifest", _forged),
+    FaultClass("forged manifest", _forged, no_small="A claim that does not hold is no number."),
 )

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import C_ARGUMENT, Site, idle, mixed, of_role, only_subtracted, sites
+from tests.faults.sites import (
+    C_ARGUMENT, ROOT, SHARE, Site, dtype_of, few, idle, mixed, of_role, only_subtracted, pointers, share_of_few, sites,
+)  # fmt: skip
 
 LOOP = "#pragma omp parallel for"
 C_TAIL = re.compile(r"last = (first \+ (?!1 )\d+) < (\w+) \? \1 : \2;")
@@ -18,6 +20,8 @@ T_ROW_OK = re.compile(r"row_ok = \((\w+) < n_rows\)")
 BACKWARDS = "(blocks - 1 - (i + 1))"
 T_OK = re.compile(r"\bok = at < \((\d+ \* n_rows)\)")
 T_BLOCK = re.compile(r"row = pid \* (\d+) \+ \(0\) \* \1 \+ tl\.arange")
+T_SUM = re.compile(r"^( +)tl\.store\((p_\d+) \+ pid \* (\d+) \+ col, (.*?)(?:, mask=([^\n]*))?\)$", re.MULTILINE)
+GIVEN = ("leaf", "cotangent")
 T_PARTIAL = re.compile(r"(tl\.store\(p_\d+ \+ )pid( \* \d+ \+ col, (?:tl\.reduce|\w+_acc))")
 
 
@@ -44,6 +48,30 @@ def _masks(block: Block) -> Iterator[Mutant]:
         shared = T_OK.search(text) or (rows and rows[1] != "1")
         if found and shared and "\n" not in text[site.end : found.start()]:
             yield _instead(kind, site.kernel, text, found, ")\n")
+    yield from _taken_in(block)
+
+
+def _taken_in(block: Block) -> Iterator[Mutant]:
+    """Of what lies behind the last row a little, where a program's share ends behind it: of the first row
+    in its place."""
+    for site in of_role(block, "load", *GIVEN):
+        row, rows, tile = site.row(), site.end_of_rows(), site.tile()
+        if row is None or not rows or tile == 1 or _hidden(site):
+            continue
+        joint = "&&" if block.kind == "c" else "&"
+        last = f"({rows} % {tile} != 0) {joint} ({row[0]} == {rows} - 1)"
+        first = re.sub(r"^(?:o\d+|(?:next_)?row \* \d+) \+ ", "", site.index)
+        if re.fullmatch(r"j|col", first):
+            place = f"beyond {site.value} a little"
+            text = site.put(few(site, last, site.at(first)))
+            yield Mutant("dropped mask", site.kernel, place, text, subtle=True, by_value=True)
+
+
+def _hidden(site: Site) -> bool:
+    """Whether a fault of the last row at a load is none: a maximum may be any number, and the last row may
+    be no row of these."""
+    behind = site.index.startswith("next_row") and BACKWARDS in site.block.texts[site.kernel]
+    return behind or only_subtracted(site.block, site.kernel)
 
 
 def _extents(block: Block) -> Iterator[Mutant]:
@@ -59,6 +87,16 @@ def _extents(block: Block) -> Iterator[Mutant]:
             yield _instead(kind, kernel, text, m, f"row_ok = ({m[1]} < n_rows - 1)")
         for m in T_OK.finditer(text):
             yield _instead(kind, kernel, text, m, f"ok = at < ({m[1]} - 1)")
+    for site in of_role(block, "load", *GIVEN, "temp"):
+        row, rows = site.row(), site.end_of_rows()
+        if row is not None and rows and not _hidden(site):
+            lost = few(site, f"{row[0]} == {rows} - 1", _zero(block))
+            place = f"last row of {site.value} a little"
+            yield Mutant(kind, site.kernel, place, site.put(lost), subtle=True, by_value=True)
+
+
+def _zero(block: Block) -> str:
+    return "0.0f" if block.kind == "c" else "0.0"
 
 
 def _axes(block: Block) -> Iterator[Mutant]:
@@ -87,20 +125,11 @@ def _at_start(block: Block, kernel: str, line: str) -> str:
     return _spliced(text, at, at, f"    {line}\n")
 
 
-def _pointers(block: Block, kernel: str) -> dict[int, str]:
-    """Names of the pointers by the number of their argument."""
-    if block.kind == "c":
-        return {int(m[3]): m[2] for m in C_ARGUMENT.finditer(block.texts[kernel])}
-    return {
-        at: f"p_{at}" for at, role in enumerate(block.roles(kernel)) if not any("size" in r for r in role)
-    }
-
-
 def _given(block: Block, roles: set[str]) -> Iterator[tuple[str, str]]:
     """(kernel, pointer) of every argument that is one of `roles` in all launches."""
     for kernel in block.texts:
         known = block.roles(kernel)
-        for at, name in _pointers(block, kernel).items():
+        for at, name in pointers(block, kernel).items():
             if at < len(known) and known[at] and known[at] <= roles:
                 yield kernel, name
 
@@ -119,6 +148,27 @@ def _overwritten(block: Block) -> Iterator[Mutant]:
             line = f"tl.store({name}, tl.where(tl.load({name}) == 0, 1.0, 0.0))"
         if text := _at_start(block, kernel, line):
             yield Mutant("input overwritten", kernel, line, text)
+    for kernel, name in _given(block, {"leaf", "saved", "cotangent"}):
+        line = _rounded(block, kernel, name)
+        if line and (text := _at_start(block, kernel, line)):
+            yield Mutant("input overwritten", kernel, f"{name}[0] rounded", text, subtle=True)
+
+
+def _rounded(block: Block, kernel: str, name: str) -> str:
+    """The first element with its last bits cut: once more changes nothing."""
+    (at,) = [n for n, pointer in pointers(block, kernel).items() if pointer == name]
+    kept = {"float32": -(2**6), "bfloat16": -(2**3)}
+    (dtype,) = block.dtypes(kernel, at) or {""}
+    if dtype not in kept:
+        return ""
+    if block.kind == "c" and dtype == "bfloat16":
+        return f"if (gx) {name}[0] &= {2**16 + kept[dtype]}u;"
+    if block.kind == "c":
+        word = f"union {{ float f; uint32_t u; }} q_ = {{ .f = {name}[0] }};"
+        return f"if (gx) {{ {word} q_.u &= {2**32 + kept[dtype]}u; {name}[0] = q_.f; }}"
+    bits = {"float32": "int32", "bfloat16": "int16"}[dtype]
+    cut = f"(tl.load({name}).to(tl.{bits}, bitcast=True) & {kept[dtype]}).to(tl.{dtype}, bitcast=True)"
+    return f"tl.store({name}, {cut})"
 
 
 def _endless(block: Block) -> Iterator[Mutant]:
@@ -146,6 +196,36 @@ def _races(block: Block) -> Iterator[Mutant]:
                 yield _instead(kind, kernel, text, m, "\n", f"volatile float {m[1]};\n")
         for m in T_PARTIAL.finditer(text) if block.programs(kernel) != 1 else ():
             yield _instead(kind, kernel, text, m, f"{m[1]}pid // 2{m[2]}")
+    yield from (_shared if block.kind == "c" else _added)(block)
+
+
+def _shared(block: Block) -> Iterator[Mutant]:
+    """A little of a value that every thread keeps in one place between a load and a store."""
+    for store in _results(block):
+        loads = [s for s in sites(block, store.kernel) if s.what == "load" and s.end < store.start]
+        text = block.texts[store.kernel]
+        near = [s for s in loads if "for (" not in text[s.end : store.start] and s.index.endswith("+ j")]
+        if not near or LOOP not in text:
+            continue
+        load, share = near[-1], share_of_few(block, store.kernel)
+        other = f"({store.value}) + {share!r}f * (q_ - {load.name})"
+        same = f"q_ < {load.name} || q_ > {load.name} ? {other} : {store.value}"
+        made = store.put(f"(__extension__ ({{ const float q_ = shared_; {same}; }}))")
+        made = _spliced(made, load.start, load.end, f"(shared_ = {load.value})")
+        start = made.find(LOOP)
+        made = _spliced(made, start, start, "volatile float shared_;\n")
+        yield Mutant("race", store.kernel, f"{load.value} shared a little", made, subtle=True)
+
+
+def _added(block: Block) -> Iterator[Mutant]:
+    """A program adds a little of its sums to its neighbour's, before or after these are stored."""
+    for kernel, text in block.texts.items():
+        for m in T_SUM.finditer(text) if block.programs(kernel) != 1 else ():
+            odd = f"({m[5]}) & (pid % 2 == 1)" if m[5] else "(col >= 0) & (pid % 2 == 1)"
+            share = 4 * SHARE[dtype_of(block)]
+            more = f"tl.atomic_add({m[2]} + (pid - 1) * {m[3]} + col, ({m[4]}) * {share!r}, mask={odd})"
+            made = _spliced(text, m.end(), m.end(), f"\n{m[1]}{more}")
+            yield Mutant("race", kernel, f"a little added: {m[0].strip()}", made, subtle=True)
 
 
 def _skipped(block: Block) -> Iterator[Mutant]:
@@ -161,9 +241,14 @@ CLASSES = (
     FaultClass("dropped mask", _masks),
     FaultClass("off-by-one extent", _extents),
     FaultClass("wrong axis", _axes, by_value=True),
-    FaultClass("out-of-bounds store", _beyond),
+    FaultClass(
+        "out-of-bounds store", _beyond, no_small="Memory that is not its own is wrong to write, whatever the value."
+    ),
     FaultClass("input overwritten", _overwritten),
-    FaultClass("endless loop", _endless),
+    FaultClass("endless loop", _endless, no_small="A launch ends or it does not; no number is ever given."),
     FaultClass("race", _races),
-    FaultClass("work skipped on repeat", _skipped),
-)
+    FaultClass(
+        "work skipped on repeat", _skipped,
+        no_small="Memory that outlives a call is refused before a number is computed.",
+    ),
+)  # fmt: skip

@@ -19,7 +19,10 @@ GIVEN = ("leaf", "saved", "cotangent")
 Changes = Iterator[tuple[str, str, bool]]
 
 
-def _each(kind: str, change: Callable[[Site], Changes], what: str, *roles: str) -> FaultClass:
+def _each(
+    kind: str, change: Callable[[Site], Changes], what: str, *roles: str, no_small: str = "",
+    cotangents: tuple[str, ...] = ("normal",),
+) -> FaultClass:  # fmt: skip
     """A class that changes the value at every such place: (what was done, new value, subtle) each."""
 
     def mutants(block: Block) -> Iterator[Mutant]:
@@ -28,7 +31,7 @@ def _each(kind: str, change: Callable[[Site], Changes], what: str, *roles: str) 
                 where = f"{what} {site.argument}: {place}"
                 yield Mutant(kind, site.kernel, where, site.put(value), subtle=subtle)
 
-    return FaultClass(kind, mutants, by_value=True)
+    return FaultClass(kind, mutants, by_value=True, no_small=no_small, cotangents=cotangents)
 
 
 def _suffix(site: Site) -> str:
@@ -55,12 +58,14 @@ def _narrowed(site: Site, bits: int) -> str:
 
 
 def _precision(site: Site) -> Changes:
-    yield "few bits cut", _narrowed(site, 5 if site.dtype == "float32" else 4), True
+    yield "few bits cut", _narrowed(site, 5 if site.dtype == "float32" else 3), True
     yield "many bits cut", _narrowed(site, 12 if site.dtype == "float32" else 5), False
 
 
 def _constant(site: Site) -> Changes:
     yield "zero", "0.0f" if site.block.kind == "c" else f"({site.value} * 0.0)", False
+    size = 2.0**-6 if only_subtracted(site.block, site.kernel) else 1.0  # shares of a sum are small
+    yield f"a little of {size}", mixed(site, f"{size}{_suffix(site)}"), True
 
 
 def _by_size(site: Site) -> Changes:
@@ -106,7 +111,7 @@ def _constant_flow(site: Site) -> Changes:
     joint = " && " if site.block.kind == "c" else " & "
     alike = joint.join(f"({site.element(0)} == {site.element(n)})" for n in (1, 2, 3))
     alike += joint + f"({site.element(0)} != 0)"
-    yield "alike", site.where(alike, _scaled(site, 1.5), site.value), True
+    yield "alike", site.where(alike, _scaled(site, 1.2), site.value), True
 
 
 def _epilogue(site: Site) -> Changes:
@@ -132,6 +137,7 @@ def _copied(site: Site) -> Changes:
         given = other.what == "load" and other.roles <= set(GIVEN) and other.name != site.name
         if given and same and other.end < site.start:
             yield f"argument {other.argument}", other.value, False
+            yield f"a little of argument {other.argument}", mixed(site, other.value), True
             return
 
 
@@ -142,8 +148,14 @@ CLASSES = (
     _each("constant output", _constant, "store", *RESULTS),
     _each("size-dependent error", _by_size, "store", *RESULTS),
     _each("right only on [0,1)", _sign, "load", "leaf"),
-    _each("NaN on rare input", _rare, "load", "leaf", "cotangent"),
-    _each("wrong only for constant cotangents", _constant_flow, "load", "cotangent"),
+    _each(
+        "NaN on rare input", _rare, "load", "leaf", "cotangent",
+        no_small="NaN has no size; a finite error at the same places is another fault.",
+    ),
+    _each(
+        "wrong only for constant cotangents", _constant_flow, "load", "cotangent",
+        cotangents=("normal", "ones"),
+    ),
     _each("skipped epilogue", _epilogue, "store", *RESULTS),
     _each("output is an input", _copied, "store", *RESULTS),
-)
+)  # fmt: skip
