@@ -1,6 +1,6 @@
 """How many planted faults the gauntlet refuses, and how many clean artifacts it lets through.
 
-    python -m bench.faults [--count 320] [--seed 0] [--device cpu]      makes artifacts here and judges them
+    python -m bench.faults [--count 440] [--seed 0] [--device cpu]      makes artifacts here and judges them
     python -m bench.faults --make FOLDER --target h100                  only makes them, packed as FOLDER.tar
     python -m bench.faults --from FOLDER --device cuda:0 --seconds 140  judges what was made elsewhere
 
@@ -37,15 +37,16 @@ from gauntlet.isolate import ForkServer
 from gauntlet.runner import Judgement, judge
 from gauntlet.stages import integrity
 from library.manifest import unpack
-from tests.faults import classes, corpus, witness
+from tests.faults import classes, corpus, ordinary, witness
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.table import bound
 
-COUNT, BLUEPRINTS, SUBTLE = 320, 40, 10.0
+COUNT, BLUEPRINTS, SUBTLE, LEAST = 440, 40, 10.0, 10
 DEAR = {"endless loop": 5}
 """Mutants of classes whose every verdict takes seconds by nature: a launch that does not end is waited for,
 twice."""
 KINDS: dict[str, FaultClass] = collect(classes, "CLASSES")
+SMALL = [name for name, kind in KINDS.items() if not kind.no_small]
 
 
 @dataclass(frozen=True)
@@ -115,26 +116,26 @@ def draw(blocks: Sequence[corpus.Block], count: int, seed: int) -> list[tuple[st
 
 
 def _spread(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[str, Mutant]]:
-    """In an order that any beginning of is spread over blocks, subtle and plain ones in turn."""
-    lanes: dict[tuple[bool, str], list[tuple[str, Mutant]]] = defaultdict(list)
+    """In an order that any beginning of is spread over blocks, four subtle ones to a plain one."""
+    subtle, plain = (
+        _over_blocks([p for p in pairs if p[1].subtle == wanted], rng) for wanted in (True, False)
+    )
+    turns = range(max(-(-len(subtle) // 4), len(plain)))
+    return [p for at in turns for p in (*subtle[4 * at : 4 * at + 4], *plain[at : at + 1])]
+
+
+def _over_blocks(pairs: list[tuple[str, Mutant]], rng: random.Random) -> list[tuple[str, Mutant]]:
+    lanes: dict[str, list[tuple[str, Mutant]]] = defaultdict(list)
     for pair in pairs:
-        lanes[pair[1].subtle, pair[0]].append(pair)
+        lanes[pair[0]].append(pair)
     for lane in lanes.values():
         rng.shuffle(lane)
     keys = sorted(lanes)
     rng.shuffle(keys)
-    subtle, plain = [k for k in keys if k[0]], [k for k in keys if not k[0]]
-    keys = [k for three in _in_turn(subtle, plain) for k in three]
     out = []
     while any(lanes.values()):
         out += [lanes[key].pop() for key in keys if lanes[key]]
     return out
-
-
-def _in_turn(one: list[Any], two: list[Any]) -> Iterator[list[Any]]:
-    """Four of the first, one of the second, and so on."""
-    for at in range(max(-(-len(one) // 4), len(two))):
-        yield [*one[4 * at : 4 * at + 4], *two[at : at + 1]]
 
 
 def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed: int) -> Iterator[Planted]:
@@ -153,7 +154,7 @@ def _written(folder: Path, block: corpus.Block, mutants: Sequence[Mutant], seed:
         (folder / file).write_bytes(data)
         yield Planted(
             mutant.kind, block.name, mutant.kernel, mutant.place[:120], file, seed, mutant.subtle,
-            KINDS[mutant.kind].by_value,
+            KINDS[mutant.kind].by_value or mutant.by_value,
         )  # fmt: skip
 
 
@@ -230,8 +231,9 @@ def judged(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row per artifact that was judged before the time was over; `jobs` at a time. Clean ones get all cases
     with the first of their seeds, the short list with the others. A fault that passed is looked for a witness
-    against (`tests/faults/witness.py`). `kept`: a file of rows, read first and added to. `device`: one, or
-    several with commas between, which the judges share out."""
+    against (`tests/faults/witness.py`); how far one that was refused is off on ordinary values is measured by
+    itself (`tests/faults/ordinary.py`), where its class has small forms. `kept`: a file of rows, read first
+    and added to. `device`: one, or several with commas between, which the judges share out."""
     servers: queue.SimpleQueue[tuple[ForkServer, str]] = queue.SimpleQueue()
     devices = device.split(",")
     begun: list[ForkServer] = []
@@ -242,7 +244,7 @@ def judged(
     def one(case: Planted) -> None:
         if time.monotonic() > end:
             return
-        (server, place), seen = servers.get(), witness.Seen("", False)
+        (server, place), seen, error = servers.get(), witness.Seen("", False), None
         try:
             data = (folder / case.file).read_bytes()
             short = quick or (not case.kind and case.seed > first)
@@ -250,13 +252,15 @@ def judged(
             if case.by_value and found.passed:
                 clean = (folder / f"{case.block}.artifact").read_bytes()
                 seen = witness.find(clean, data, place, server, seed=case.seed)
+            if case.kind and found.passed is False and not KINDS[case.kind].no_small:
+                error = ordinary.error(data, place, server, KINDS[case.kind].cotangents, seed=case.seed)
         finally:
             servers.put((server, place))
         if bool(case.kind) != (found.passed is False):
             say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
             say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
         told = {"witness": seen.place, "beyond": seen.fault, "full": not short, "commit": commit}
-        rows.add({**_row(case, found), **told})
+        rows.add({**_row(case, found), **told, "ordinary": error})
 
     def start(at: int) -> None:
         server = ForkServer(packages=("gauntlet", "tests"))
@@ -318,8 +322,12 @@ def document(
         "faults_classes": results.figure(len(kinds), "count", 12, at_least=True),
         "faults_missed": results.figure(len(missed), "count", 0),
         "faults_missed_share_at_most_95": results.figure(bound(len(missed), len(faults)), "share", 0.01),
+        "classes_with_small_forms": results.figure(len(SMALL), "count"),
         "classes_with_10_under_10x_the_bound": results.figure(
-            sum(c["under_10x"] >= 10 for c in by_class), "count"
+            sum(c["class"] in SMALL and c["under_10x"] >= LEAST for c in by_class),
+            "count",
+            len(SMALL),
+            at_least=True,
         ),
         "mutants_that_change_nothing": results.figure(len(same), "count"),
         "mutants_never_beyond_the_bound": results.figure(len(within), "count"),
@@ -370,18 +378,27 @@ def _caught(row: Mapping[str, Any]) -> bool:
 
 
 def _of_class(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`small`: planted as such; `under_10x`: refused, and on ordinary values off by less than ten times the
+    bound, `hidden` of them not at all there; `no_small`: why there are none."""
     stages = sorted({str(r["stage"]) for r in rows if r["stage"]})
-    near = [r for r in rows if isinstance(r["margin"], float) and r["margin"] < SUBTLE]
-    caught = sum(map(_caught, rows))
-    return {"class": kind, "planted": len(rows), "caught": caught, "under_10x": len(near), "stages": stages,
-            "blueprints": len({r["block"] for r in rows})}  # fmt: skip
+    refused = [r for r in rows if _caught(r)]
+    errors = [r["ordinary"] for r in refused if r.get("ordinary") is not None]
+    near = {"under_10x": sum(e < SUBTLE for e in errors), "hidden": sum(e < 1 for e in errors)}
+    why = KINDS[kind].no_small if kind in KINDS else ""
+    small = sum(r["subtle"] for r in rows)
+    return {"class": kind, "planted": len(rows), "caught": len(refused), "small": small, **near,
+            "stages": stages, "blueprints": len({r["block"] for r in rows}),
+            **({"no_small": why} if why else {})}  # fmt: skip
 
 
 def show(found: Mapping[str, Any]) -> None:
     """The table on standard error."""
     for row in found["rows"]:
-        near = f"{row['under_10x']:3} under 10x the bound"
-        say(f"{row['class']:36} {row['caught']:3} of {row['planted']:3}, {near}")
+        near = (
+            f"{row['under_10x']:3} under 10x the bound ({row['hidden']} under it); {row['small']} small ones"
+        )
+        why = row.get("no_small", "")
+        say(f"{row['class']:36} {row['caught']:3} of {row['planted']:3}, {why or near}")
     for name, figure in found["figures"].items():
         met = {None: "", True: "met", False: "MISSED"}[figure["met"]]
         value = "not measured" if figure["value"] is None else f"{figure['value']:.5g}"

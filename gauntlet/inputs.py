@@ -26,14 +26,19 @@ LAYOUTS = (*(name for name in oracle.LAYOUTS if name != "dense"), *HALVED)
 COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
 OWN_DRAWS = (
     "unit", "negative", "sunk", "zeros", "gaps", "spikes", "tiny", "integers", "uneven", "above", "below",
-    "tail", "dip",
+    "tail", "dip", "holed", "seesaw",
 )  # fmt: skip
 """Beside the battery of `esper_ir.oracle`: [0, 1); all negative; the mirror of shifted; all zero; rows that
 begin or end with zeros, or have some in a row inside; a few values that overflow a bare exp; magnitudes near
 the smallest that round to nothing when squared; whole numbers; rows of different mean and size, so that a
 statistic of another row shows; whole and half numbers from 4 to 6, or from -6 to -4: of one sign, and every
 sum of them is exact; rows whose last element outweighs the others, a positive or a negative one, since the
-rest of a row after whole vectors or tiles is code of its own."""
+rest of a row after whole vectors or tiles is code of its own; those of one sign with the zeros of gaps, so
+that sums are felt in rows that begin or end with zeros; large and small rows in turn, where rows are counted:
+with cotangents that are small and large in turn no row outweighs another in a sum, and a little of a large
+row in the next one does."""
+LIFT = {torch.float16: 5.0}
+"""Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 KEPT, TILE = 24, 1 << 20
 """Drawn weights kept at a time; elements of a weight that are drawn."""
@@ -186,8 +191,12 @@ def _draw(
         wide = (wide * 4).round()
     elif name in LAST and wide.dim():
         wide[..., -1:] = LAST[name] * (1 + wide[..., -1:].abs().clamp(max=2))
-    elif name in HALVES:
-        wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES[name]
+    elif name == "seesaw" and any(d.symbols() for d in kind.shape[:1]):
+        wide = wide * _seesaw(wide, drawn.dtype)
+    elif name in HALVES or name == "holed":
+        wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES.get(name, HALVES["above"])
+        holes = _gaps(tuple(wide.shape), generator) if name == "holed" else torch.zeros(())
+        wide = torch.where(holes.bool(), 0.0, wide)
     return wide.to(drawn.dtype)
 
 
@@ -202,6 +211,12 @@ def _gaps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     start = torch.where(place == 0, 0, torch.where(place == 1, width - length, inside))
     at = torch.arange(width).expand(shape)
     return (at >= start) & (at < start + length)
+
+
+def _seesaw(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor for every row, up for even ones and down for odd ones."""
+    sign = 1.0 - 2.0 * (torch.arange(rows.shape[0], dtype=torch.float64) % 2)
+    return (LIFT.get(dtype, 10.0) * sign).exp2().reshape(-1, *[1] * (rows.dim() - 1))
 
 
 def _laid_out(recipe: Recipe, tensor: Tensor) -> Tensor:
@@ -271,6 +286,8 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
         return flat.reshape(dense.shape)
     if kind == "gaps":
         return torch.where(_gaps(tuple(dense.shape), generator), 0.0, dense)
+    if kind == "seesaw" and dense.dim():
+        return (dense.double() / _seesaw(dense, dense.dtype)).to(dense.dtype)
     return dense * 100 if kind == "large" else dense
 
 

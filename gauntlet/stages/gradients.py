@@ -29,11 +29,14 @@ DIRECTIONAL, PARAMETERS = "directional", "parameters"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
 MORE = ("gaps", "zeros", "shifted", "sunk", "uneven")
-HEAVY = (*((draw, "ones") for draw in ("above", "below", "tail", "dip")), ("above", "below"))
+HEAVY = (*((draw, "ones") for draw in ("above", "below", "tail", "dip", "holed")), ("above", "below"))
 """(draw, cotangent): what flows back through a sum over a row (the mean of w g in a centred row) is nearly
 nothing where its terms have either sign, and so is a fault of it; where they have one sign, roundings of the
 sum hide it, but for terms whose sums are exact. Each sign of leaves and cotangents once, and cotangents that
-are all alike. The rest of a row has its share only where its element outweighs the others."""
+are all alike. The rest of a row has its share only where its element outweighs the others, and zeros in a row
+may be taken for its end."""
+LEAK = ("seesaw", "seesaw")
+"""Where a row takes in a little of another, a sum over rows shows it: large leaves meet large cotangents."""
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
 KEPT, KEPT_ELEMENTS = 96, 1 << 16
@@ -77,6 +80,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         for draw in few if context.quick else (*inputs.smooth_draws(subject), *few, "integers"):
             yield replace(base, wanted=wanted, draw=draw)
     yield from _together(subject, base)
+    for dims in (_ragged(subject), *subject.regions[1:]):
+        yield from _together(subject, replace(base, dims=dims), (LEAK,), ())
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
@@ -105,13 +110,23 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
 
 
-def _together(subject: Subject, base: Recipe, summed: Sequence[tuple[str, str]] = HEAVY) -> Iterator[Recipe]:
+def _ragged(subject: Subject) -> dict[str, int]:
+    """Sizes that no tile divides, and even: of rows in turn the last is another than the first."""
+    return {name: subject.nearest(name, size + 1) for name, size in odd_dims(subject).items()}
+
+
+def _together(
+    subject: Subject,
+    base: Recipe,
+    summed: Sequence[tuple[str, str]] = HEAVY,
+    ends: Sequence[tuple[str, str]] | None = None,
+) -> Iterator[Recipe]:
     """Every plan with leaves and cotangents that show something together: sums that are felt, or the ends of
     their types; the same values for all plans in a row."""
     every = subject.launch.interface.differentiable
     plans = [p.wanted for p in subject.plans("backward", base.dims)]
     asked = list(dict.fromkeys(tuple(n for n in every if n in wanted) for wanted in (every, *plans)))
-    for draw, cotangent in (*summed, *ranges.pairs(subject)):
+    for draw, cotangent in (*summed, *(ranges.pairs(subject) if ends is None else ends)):
         for wanted in asked:
             yield replace(base, wanted=wanted, draw=draw, cotangent=cotangent)
 

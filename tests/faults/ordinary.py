@@ -73,8 +73,8 @@ def measure(arguments: int, result: int, spill: int) -> None:
 def error(
     mutant: bytes, device: str, server: ForkServer, cotangents: Sequence[str], *, seed: int = 0
 ) -> float | None:
-    """Over the bound; None where it is no number, or where the run did not come to its end. The server must be
-    allowed to run `tests`."""
+    """Over the bound; None where it is no number, or where the run did not come to its end. The server must
+    be allowed to run `tests`."""
     job = {"device": device, "seed": seed, "cotangents": list(cotangents), "seconds": 60.0}
     limits = Limits(seconds=120.0, address_space=device == "cpu")
     ending = server.run("tests.faults.ordinary:measure", encode_job(job, mutant), limits)

@@ -30,8 +30,8 @@ SMALL = {"float32": 1.5e-6, "bfloat16": 0.03}
 SHARE = {"float32": 9e-7, "bfloat16": 0.016}
 """Of a wrong value in every element: the root mean square error is a few times what is allowed."""
 TIMES, ROOT = 1.6, 6.5
-"""Of the bound of an element, where few are wrong; their mean square among all is less than that of one row by so
-much (a root of 48 rows)."""
+"""Of the bound of an element, where few are wrong; by so much their root mean square among all is smaller than
+in one row (a root of 48 rows)."""
 T_TILE = re.compile(r"\brow = [^\n]*\* (\d+) \+ tl\.arange\(0, \1\)")
 C_TILE = re.compile(r"last = first \+ (\d+) < ")
 T_FLAT = re.compile(r"\bok = at < \((\d+) \* n_rows\)")
@@ -114,7 +114,7 @@ class Site:
         return self.value.replace(f"p_{self.argument} + {self.index}", f"p_{other} + {index}", 1)
 
     def before(self) -> str:
-        """What lies where a store goes to, as a float, kept between -1 and 1: of memory as it was anything."""
+        """What lies where a store goes to, as a float, kept between -1 and 1."""
         if self.block.kind == "c":
             bare = f"{pointers(self.block, self.kernel)[self.argument]}[{self.index}]"
             lies = f"from_bf16({bare})" if self.dtype == "bfloat16" else bare
@@ -229,7 +229,7 @@ def pointers(block: Block, kernel: str) -> dict[int, str]:
 
 def mixed(site: Site, value: str, share: float = 0.0) -> str:
     """A little of a wrong value in what is right: a fault of the same kind near the bound."""
-    share, of = share or SHARE[site.dtype], "f" if site.block.kind == "c" else ""
+    share, of = share or SHARE[dtype_of(site.block)], "f" if site.block.kind == "c" else ""
     return f"(({site.value}) * {1 - share!r}{of} + ({value}) * {share!r}{of})"
 
 
@@ -240,9 +240,9 @@ def few(site: Site, condition: str, value: str) -> str:
 
 @cache
 def share_of_few(block: Block, kernel: str) -> float:
-    """A relative error, of one row of a kernel's results, of a few times what docs/bounds.md allows an element
-    (with roundings for eager's own errors) or all together, whichever is less; of one row of what it sums over
-    rows."""
+    """A relative error in one row, of a few times what docs/bounds.md allows an element of a kernel's results
+    (with roundings for eager's own errors) or all of them together, whichever is less; the second, where the
+    kernel only sums over rows."""
     inner, outer, dtype = oracle.BOUNDS[DType.float32], oracle.BOUNDS[DType(dtype_of(block))], dtype_of(block)
     spread = oracle.SPREAD * math.sqrt(block.roundings(kernel.startswith("bwd"))) * inner.roundoff
     rows = any(s.what == "store" and s.row() for s in sites(block, kernel))
@@ -250,6 +250,7 @@ def share_of_few(block: Block, kernel: str) -> float:
     return min(element, ROOT * SHARE[dtype]) if rows else ROOT * SHARE[dtype]
 
 
+@cache
 def dtype_of(block: Block) -> str:
     """Of the results: "float32" or "bfloat16"."""
     return block.manifest["launch"]["interface"]["outputs"][0]["dtype"]

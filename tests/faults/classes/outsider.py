@@ -2,8 +2,7 @@
 
 Written from knowledge of kernels alone: of habits that are right for normal tensors of a usual size and wrong
 for a tie, an infinity, a far tail, a number below the normal ones, a row that begins with zeros. Every one is
-off by far more than rounding where it is off at all, but for the small forms, which are off by a few times the
-bound there.
+off by far more than rounding where it is off at all, but for the small forms: there by a few times the bound.
 """
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ from typing import NamedTuple
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.sites import (
-    Site, few, of_role, only_subtracted, share_of_few, sites,
+    Site,
+    few,
+    of_role,
+    only_subtracted,
+    share_of_few,
+    sites,
 )  # fmt: skip
 
 GIVEN = ("leaf", "cotangent")
@@ -66,7 +70,10 @@ FLAT = 0.2
 C_ROOT = re.compile(r"const float (t\d+) = (t\d+) \+ (0x[^;]+)f;(\n +)const float (t\d+) = rsqrt_f\(\1\);")
 T_ROOT = re.compile(r"(v\d+) = \((v\d+) \+ ([-\d.e]+)\)(\n +)(v\d+) = tl\.rsqrt\(\1\)")
 C_SQUARE = re.compile(r"(const float (t\d+) = (t\d+) - (t\d+);\n +const float t\d+ = )\2 \* \2;")
-C_SECOND = re.compile(r"(const float t\d+ = )(s1_0 / [^;]+);")
+C_SECOND = re.compile(
+    r"(w\d+\[r\] = s1_0;.*?const float (?P<t>t\d+) = w\d+\[r\];\n +const float t\d+ = )((?P=t) / [^;]+);",
+    re.DOTALL,
+)
 C_LOG = re.compile(r"const float (t\d+) = log_f\((s\d+_\d+)\);(.*?)(t\d+) - \1;", re.DOTALL)
 
 
@@ -123,9 +130,12 @@ def _partly(m: re.Match[str], language: str) -> str:
 def _variances(kind: str, kernel: str, text: str) -> Iterator[Mutant]:
     """The mean of squares less the square of the mean: nothing is left of it where a row is far from zero."""
     found = C_SQUARE.search(text)
-    if found and "rsqrt_f(" in text:
-        made = C_SQUARE.sub(r"\1\3 * \3;", text)
-        made = C_SECOND.sub(rf"\1__builtin_fmaxf(\2 - {found[4]} * {found[4]}, 0);", made)
+    second = C_SECOND.search(text)
+    if found and second and "rsqrt_f(" in text:
+        *_, mean = re.findall(rf"const float {found[4]} = ([^;]+);", text[: found.start()])
+        value = f"{second[3]} - {mean} * {mean}"
+        made = text[: second.start()] + f"{second[1]}__builtin_fmaxf({value}, 0);" + text[second.end() :]
+        made = C_SQUARE.sub(r"\1\3 * \3;", made)
         yield Mutant(kind, kernel, f"variance from squares: {found[2]}", made, subtle=True)
 
 

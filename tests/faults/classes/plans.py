@@ -13,7 +13,16 @@ from typing import Any
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.sites import (
-    SHARE, Site, added, dtype_of, idle, mixed, of_role, only_subtracted, share_of_few, sites, stored,
+    SHARE,
+    Site,
+    added,
+    dtype_of,
+    idle,
+    mixed,
+    of_role,
+    only_subtracted,
+    sites,
+    stored,
 )  # fmt: skip
 
 Plan = dict[str, Any]
@@ -49,8 +58,7 @@ def _grids(block: Block) -> Iterator[Mutant]:
     for site in _stores(block):
         last = "p == gx - 1" if block.kind == "c" else "tl.program_id(0) == tl.num_programs(0) - 1"
         if site.row() is not None:
-            spoilt = site.spoilt(share_of_few(block, site.kernel))
-            text = site.put(site.where(last, spoilt, site.value))
+            text = site.put(site.where(last, site.spoilt(2 * SHARE[dtype_of(block)]), site.value))
             place = f"store {site.argument}: a little not written"
             yield Mutant("grid too small", site.kernel, place, text, subtle=True)
 
@@ -74,7 +82,7 @@ def _steps(block: Block) -> Iterator[Mutant]:
             del own["steps"][at]
             yield Mutant("stale workspace", "", f"{name} without step {at}", launch=fresh)
     for site in _stores(block):
-        text = site.put(site.spoilt(2 * SHARE[site.dtype]))
+        text = site.put(site.spoilt(2 * SHARE[dtype_of(block)]))
         place = f"store {site.argument}: a little of what lay there"
         yield Mutant("stale workspace", site.kernel, place, text, subtle=True)
 
@@ -101,11 +109,16 @@ def _turns(block: Block) -> Iterator[Mutant]:
     for site in of_role(block, "load", "temp"):
         if (row := site.row()) and not only_subtracted(block, site.kernel):
             index = site.where(f"{row[0]} > 0", f"{site.index} - {row[1]}", site.index)
-            text = site.put(mixed(site, site.at(index), 2 * SHARE[site.dtype]))
-            yield Mutant(kind, site.kernel, f"{site.value} of the row before", text, subtle=True, by_value=True)
+            text = site.put(mixed(site, site.at(index), 2 * SHARE[dtype_of(block)]))
+            yield Mutant(
+                kind, site.kernel, f"{site.value} of the row before", text, subtle=True, by_value=True
+            )
     for kernel, text in block.texts.items() if block.kind == "c" else ():
         for m in C_HELD.finditer(text):
-            share = 4 * SHARE[dtype_of(block)]
+            of = re.search(rf"{m[2]}\[r\] = s(\d+_\d+);", text)
+            if of and f"a{of[1]}[l] = max_f(" in text:
+                continue  # which is only subtracted: any number would do
+            share = (1 if only_subtracted(block, kernel) else 4) * SHARE[dtype_of(block)]
             value = f"{m[1]} * {1 - share!r}f + {m[2]}[r ? r - 1 : r] * {share!r}f"
             made = text[: m.start(1)] + value + text[m.end(1) :]
             yield Mutant(kind, kernel, f"{m[0]} of the row before", made, subtle=True, by_value=True)
@@ -147,7 +160,7 @@ def _other_buffer(block: Block) -> Iterator[Mutant]:
         loads = [s for s in sites(block, kernel) if s.what == "load"]
         if j in {s.argument for s in loads} and not only_subtracted(block, kernel):
             for site in [s for s in loads if s.argument == i]:
-                text = site.put(mixed(site, site.at(site.index, j)))
+                text = site.put(mixed(site, site.at(site.index, j), 0.6 * SHARE[dtype_of(block)]))
                 place = f"a little of argument {j} in {site.value}"
                 yield Mutant("buffers swapped", kernel, place, text, subtle=True)
 

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.sites import (
-    C_ARGUMENT, ROOT, SHARE, Site, dtype_of, few, idle, mixed, of_role, only_subtracted, pointers, share_of_few, sites,
+    SHARE,
+    Site,
+    dtype_of,
+    few,
+    idle,
+    mixed,
+    of_role,
+    only_subtracted,
+    pointers,
+    share_of_few,
+    sites,
 )  # fmt: skip
 
 LOOP = "#pragma omp parallel for"
@@ -20,7 +30,9 @@ T_ROW_OK = re.compile(r"row_ok = \((\w+) < n_rows\)")
 BACKWARDS = "(blocks - 1 - (i + 1))"
 T_OK = re.compile(r"\bok = at < \((\d+ \* n_rows)\)")
 T_BLOCK = re.compile(r"row = pid \* (\d+) \+ \(0\) \* \1 \+ tl\.arange")
-T_SUM = re.compile(r"^( +)tl\.store\((p_\d+) \+ pid \* (\d+) \+ col, (.*?)(?:, mask=([^\n]*))?\)$", re.MULTILINE)
+T_SUM = re.compile(
+    r"^( +)tl\.store\((p_\d+) \+ pid \* (\d+) \+ col, (.*?)(?:, mask=([^\n]*))?\)$", re.MULTILINE
+)
 GIVEN = ("leaf", "cotangent")
 T_PARTIAL = re.compile(r"(tl\.store\(p_\d+ \+ )pid( \* \d+ \+ col, (?:tl\.reduce|\w+_acc))")
 
@@ -242,7 +254,8 @@ CLASSES = (
     FaultClass("off-by-one extent", _extents),
     FaultClass("wrong axis", _axes, by_value=True),
     FaultClass(
-        "out-of-bounds store", _beyond, no_small="Memory that is not its own is wrong to write, whatever the value."
+        "out-of-bounds store", _beyond,
+        no_small="Memory that is not its own is wrong to write, whatever the value.",
     ),
     FaultClass("input overwritten", _overwritten),
     FaultClass("endless loop", _endless, no_small="A launch ends or it does not; no number is ever given."),
