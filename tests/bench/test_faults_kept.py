@@ -43,6 +43,7 @@ def judging(monkeypatch: pytest.MonkeyPatch, stuck: str = "") -> list[str]:
         return Judgement(False, "wrong", (), {}, 0.1)
 
     monkeypatch.setattr(faults, "judge", judge)
+    monkeypatch.setattr(faults.ordinary, "error", lambda *given, **options: 2.5)
     monkeypatch.setattr(faults, "ForkServer", Idle)
     monkeypatch.setattr(faults, "GRACE_S", 0.2)
     return asked
@@ -58,7 +59,7 @@ def test_goes_on_from_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     asked = judging(monkeypatch)
     rows = faults.judged(tmp_path, cases, "cpu", 1, 60.0, True, kept)
     assert asked == ["c", "d"] and sorted(r["file"] for r in rows) == list("abcd")
-    assert all(r["passed"] is False for r in rows)
+    assert all(r["passed"] is False and r["ordinary"] == 2.5 for r in rows)
 
 
 def test_rows_of_other_artifacts_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

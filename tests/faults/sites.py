@@ -30,8 +30,8 @@ SMALL = {"float32": 1.5e-6, "bfloat16": 0.03}
 SHARE = {"float32": 9e-7, "bfloat16": 0.016}
 """Of a wrong value in every element: the root mean square error is a few times what is allowed."""
 TIMES, ROOT = 1.6, 6.5
-"""Of the bound of an element, where few are wrong; by so much their root mean square among all is smaller than
-in one row (a root of 48 rows)."""
+"""Of the bound of an element, where few are wrong; by so much their root mean square among all is smaller
+than in one row (a root of 48 rows)."""
 T_TILE = re.compile(r"\brow = [^\n]*\* (\d+) \+ tl\.arange\(0, \1\)")
 C_TILE = re.compile(r"last = first \+ (\d+) < ")
 T_FLAT = re.compile(r"\bok = at < \((\d+) \* n_rows\)")

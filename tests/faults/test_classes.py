@@ -5,6 +5,7 @@ The fast suite compiles one block and takes a handful; the slow one does what th
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,27 @@ def test_every_class_has_mutants_that_are_others(block: corpus.Block) -> None:
                 assert mutant.text != block.texts[mutant.kernel] and f"{mutant.kernel}(" in mutant.text
             else:
                 assert mutant.launch != block.manifest["launch"]
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_every_class_has_small_forms_or_says_why_not(target: str) -> None:
+    """In both languages; one block has no mean, the other no arguments that may be taken for each other."""
+    if target != "cpu":
+        pytest.importorskip("triton")
+    names = ("affine_relu_40_f32", "layer_norm_40_f32")
+    blocks = [corpus.compiled(d, target) for d in corpus.blueprints() if d["name"] in names]
+    for name, kind in KINDS.items():
+        small = [m for block in blocks for m in kind.mutants(block) if m.subtle]
+        only_c = target != "cpu" and name == "work skipped on repeat"
+        assert bool(small) != bool(kind.no_small) or only_c, f"{name}: {len(small)}, {kind.no_small}"
+
+
+def test_four_of_five_are_small() -> None:
+    every = [(f"b{at % 7}", Mutant("k", "", str(at), text="t", subtle=at < 20)) for at in range(60)]
+    found = faults._spread(every, random.Random(3))
+    assert sorted(m.place for _, m in found) == sorted(m.place for _, m in every)
+    assert [m.subtle for _, m in found[:25]] == 5 * [True, True, True, True, False]
+    assert len({name for name, m in found[:9] if m.subtle}) == 7
 
 
 def test_a_draw_is_even_and_repeats(block: corpus.Block) -> None:

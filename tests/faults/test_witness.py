@@ -84,7 +84,7 @@ def test_another_number_is_no_other_nan_and_no_other_zero() -> None:
 def _row(kind: str, passed: bool, stage: str = "", **more: object) -> dict[str, object]:
     return {"kind": kind, "block": "b", "kernel": "k", "place": "p", "stage": stage, "margin": None,
             "reason": "", "passed": passed, "by_value": False, "witness": "", "beyond": False,
-            **more}  # fmt: skip
+            "subtle": False, **more}  # fmt: skip
 
 
 def test_only_what_no_draw_tells_apart_is_left_out() -> None:
