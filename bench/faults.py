@@ -1,6 +1,6 @@
 """How many planted faults the gauntlet refuses, and how many clean artifacts it lets through.
 
-    python -m bench.faults [--count 440] [--seed 0] [--device cpu]      makes artifacts here and judges them
+    python -m bench.faults [--count 480] [--seed 0] [--device cpu]      makes artifacts here and judges them
     python -m bench.faults --make FOLDER --target h100                  only makes them, packed as FOLDER.tar
     python -m bench.faults --from FOLDER --device cuda:0 --seconds 140  judges what was made elsewhere
 
@@ -41,7 +41,7 @@ from tests.faults import classes, corpus, ordinary, witness
 from tests.faults.fault import FaultClass, Mutant
 from tests.faults.table import bound
 
-COUNT, BLUEPRINTS, SUBTLE, LEAST = 440, 40, 10.0, 10
+COUNT, BLUEPRINTS, SUBTLE, LEAST = 480, 40, 10.0, 10
 DEAR = {"endless loop": 5}
 """Mutants of classes whose every verdict takes seconds by nature: a launch that does not end is waited for,
 twice."""

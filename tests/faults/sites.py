@@ -187,6 +187,13 @@ def only_subtracted(block: Block, kernel: str) -> bool:
     return "__builtin_inff()" in body or bool(re.search(r"tl\.reduce\([^\n]*_max", body))
 
 
+@cache
+def scale_of(block: Block) -> float:
+    """About how large results are beside what comes in: small where they are shares of a sum."""
+    shares = (only_subtracted(block, k) and not re.search(r"\blog(_f)?\(", t) for k, t in block.texts.items())
+    return 2.0**-5 if any(shares) else 1.0
+
+
 def stored(block: Block, kernel: str) -> set[int]:
     """Numbers of the arguments that a kernel writes to."""
     text = block.texts[kernel]
@@ -233,9 +240,10 @@ def mixed(site: Site, value: str, share: float = 0.0) -> str:
     return f"(({site.value}) * {1 - share!r}{of} + ({value}) * {share!r}{of})"
 
 
-def few(site: Site, condition: str, value: str) -> str:
+def few(site: Site, condition: str, value: str, times: float = 1.0) -> str:
     """The same in few elements, by the bound that holds for each."""
-    return site.where(condition, mixed(site, value, share_of_few(site.block, site.kernel)), site.value)
+    little = mixed(site, value, times * share_of_few(site.block, site.kernel))
+    return site.where(condition, little, site.value)
 
 
 @cache

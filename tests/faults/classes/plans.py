@@ -21,6 +21,7 @@ from tests.faults.sites import (
     mixed,
     of_role,
     only_subtracted,
+    scale_of,
     sites,
     stored,
 )  # fmt: skip
@@ -159,8 +160,11 @@ def _other_buffer(block: Block) -> Iterator[Mutant]:
     for kernel, i, j in sorted(seen):
         loads = [s for s in sites(block, kernel) if s.what == "load"]
         if j in {s.argument for s in loads} and not only_subtracted(block, kernel):
-            for site in [s for s in loads if s.argument == i]:
-                text = site.put(mixed(site, site.at(site.index, j), 0.6 * SHARE[dtype_of(block)]))
+            # A mask flips, and is off by all of a value.
+            masked = {s.name for s in loads if re.search(rf"\b{s.name} <= ", block.texts[kernel])}
+            for site in [s for s in loads if s.argument == i and s.name not in masked]:
+                share = 0.6 * SHARE[dtype_of(block)] * (scale_of(block) if site.roles == {"saved"} else 1.0)
+                text = site.put(mixed(site, site.at(site.index, j), share))
                 place = f"a little of argument {j} in {site.value}"
                 yield Mutant("buffers swapped", kernel, place, text, subtle=True)
 

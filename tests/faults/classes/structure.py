@@ -102,7 +102,8 @@ def _extents(block: Block) -> Iterator[Mutant]:
     for site in of_role(block, "load", *GIVEN, "temp"):
         row, rows = site.row(), site.end_of_rows()
         if row is not None and rows and not _hidden(site):
-            lost = few(site, f"{row[0]} == {rows} - 1", _zero(block))
+            times = 0.4 if site.roles == {"temp"} else 1.0  # the sum of several rows
+            lost = few(site, f"{row[0]} == {rows} - 1", _zero(block), times)
             place = f"last row of {site.value} a little"
             yield Mutant(kind, site.kernel, place, site.put(lost), subtle=True, by_value=True)
 

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from tests.faults.corpus import Block
 from tests.faults.fault import FaultClass, Mutant
-from tests.faults.sites import SMALL, Site, mixed, of_role, only_subtracted, sites
+from tests.faults.sites import SHARE, SMALL, Site, dtype_of, mixed, of_role, only_subtracted, scale_of, sites
 
 RESULTS = ("output", "gradient")
 FAR = 600
@@ -64,8 +64,8 @@ def _precision(site: Site) -> Changes:
 
 def _constant(site: Site) -> Changes:
     yield "zero", "0.0f" if site.block.kind == "c" else f"({site.value} * 0.0)", False
-    size = 2.0**-6 if only_subtracted(site.block, site.kernel) else 1.0  # shares of a sum are small
-    yield f"a little of {size}", mixed(site, f"{size}{_suffix(site)}"), True
+    number = 0.25 * scale_of(site.block)
+    yield f"a little of {number}", mixed(site, f"{number}{_suffix(site)}"), True
 
 
 def _by_size(site: Site) -> Changes:
@@ -137,7 +137,8 @@ def _copied(site: Site) -> Changes:
         given = other.what == "load" and other.roles <= set(GIVEN) and other.name != site.name
         if given and same and other.end < site.start:
             yield f"argument {other.argument}", other.value, False
-            yield f"a little of argument {other.argument}", mixed(site, other.value), True
+            share = SHARE[dtype_of(site.block)] * scale_of(site.block)
+            yield f"a little of argument {other.argument}", mixed(site, other.value, share), True
             return
 
 
