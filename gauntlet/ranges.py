@@ -18,6 +18,8 @@ turned      one leaf all negative among others that are all positive, under infi
 against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
             for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
             what it is by a short one. Against itself: no other is negative
+over        "far w over x": w far out, x huge. A share that is almost nothing is felt in a product with a
+            number that is far larger than what stands beside it
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from esper_ir.types import DType
 from gauntlet.subject import Subject
 
 FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
-AGAINST = " against "
+AGAINST, OVER = " against ", " over "
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
 OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 """How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
@@ -58,9 +60,18 @@ def opposed(subject: Subject) -> list[str]:
     found = leaves(subject)
     if not _possible(subject, (INFINITE,)) or len(found) < 2:
         return []
+    return [f"{INFINITE} {one}{AGAINST}{other}" for one, other in _met(found)]
+
+
+def over(subject: Subject) -> list[str]:
+    """Draws of a leaf far out with another that is huge; of many, with the next one only."""
+    return [f"{FAR} {one}{OVER}{other}" for one, other in _met(leaves(subject)) if one != other]
+
+
+def _met(found: list[str]) -> list[tuple[str, str]]:
     others = len(found) if len(found) <= OPPOSED else 2
     rows = [(n, [*found[at:], *found[:at]][:others]) for at, n in enumerate(found)]
-    return [f"{INFINITE} {one}{AGAINST}{other}" for one, against in rows for other in against]
+    return [(one, other) for one, against in rows for other in against]
 
 
 def leaves(subject: Subject) -> list[str]:
@@ -105,6 +116,9 @@ def of_leaf(draw: str, leaf: str) -> str:
         return "below" if moved == leaf else "above"
     if how not in HOW or not moved:
         return draw
+    moved, _, lifted = moved.partition(OVER)
+    if leaf == lifted:
+        return "huge"
     moved, _, below = moved.partition(AGAINST)
     if below and leaf != moved:
         return "below" if leaf == below else "above"

@@ -37,7 +37,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield replace(base, draw=draw)
     for draw in edges.names(subject):
         yield replace(base, draw=draw, dims=edges.dims(subject))
-    ends, opposed = [*ranges.names(subject), *lone.names(subject)], ranges.opposed(subject)
+    ends = [*ranges.names(subject), *lone.names(subject)]
+    opposed = [*ranges.opposed(subject), *ranges.over(subject)]
     for draw in (*ends, *opposed):
         yield replace(base, draw=draw)
     ends += [] if context.quick else opposed

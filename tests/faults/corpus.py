@@ -160,7 +160,8 @@ class Block:
         return json.loads(json.dumps(unpack(self.container).manifest))
 
     @cached_property
-    def _plans(self) -> list[dict[str, Any]]:
+    def plans(self) -> list[dict[str, Any]]:
+        """The launch plans as JSON, not to be changed."""
         return self.manifest["launch"]["plans"]
 
     @property
@@ -210,7 +211,7 @@ class Block:
 
     def launches(self, kernel: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
         """(plan, step, the forward plan) of every step that may launch a kernel."""
-        plans = self._plans
+        plans = self.plans
         forward = next((p for p in plans if p["phase"] == "forward"), None)
         for plan in plans:
             for step in plan["steps"]:
