@@ -88,6 +88,18 @@ def test_small_weights_beside_a_bias(server: ForkServer, tmp_path: Path) -> None
     assert small
 
 
+def test_a_share_that_is_almost_nothing_beside_a_small_number(server: ForkServer, tmp_path: Path) -> None:
+    """sigmoid(w) x + z, where the first is a little flat from 16 on: only a huge x is felt beside z."""
+    name = "sigmoid_blend_40_f32"
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == name), "cpu")
+    flat = [m for m in faults.KINDS["range cut at an end"].mutants(block) if "partly clipped" in m.place]
+    for planted in faults._written(tmp_path, block, [m for m in flat if m.kernel == "inf0_0_g"], 0):
+        data = (tmp_path / planted.file).read_bytes()
+        found = judge(data, "cpu", server, seed=204, stages=("loads", "numerics"))
+        assert found.passed is False and " over " in found.reason, found.reason
+    assert flat
+
+
 def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path: Path) -> None:
     """A kernel that asks for the next rows early has their loads twice in its text: the first turn of its
     loop says nothing about the others."""

@@ -237,3 +237,17 @@ def test_attention_means_the_same_in_primitives(layout: str, causal: bool) -> No
     one, other = (evaluate(g, given, precision="float64") for g in (flat, opened))
     for a, c in zip(flat.outputs, opened.outputs, strict=True):
         torch.testing.assert_close(one[a], other[c], rtol=1e-12, atol=1e-12)
+
+
+def test_the_worst_margin_is_of_all_results_behind_too(subject: Subject) -> None:
+    """The first that is wrong is told; how far off the case is says the worst."""
+    exact = torch.randn(4, 70, dtype=torch.float64)
+    near, far = (exact.float() * by for by in (1 + 1e-5, 1.1))
+    recipe = Recipe("numerics", {"rows": 4, "cols": 70})
+
+    def margin(*results: torch.Tensor) -> float:
+        found = accuracy.all_of(subject, recipe, [("y", got, exact, exact.float()) for got in results])
+        assert isinstance(found, Failed)
+        return found.metrics["margin"]
+
+    assert margin(exact.float(), near, far) == margin(far) > 100 * margin(near)

@@ -37,3 +37,23 @@ def test_places_are_no_outputs_that_gradients_come_from() -> None:
         case = replace(recipe, cotangent=kind)
         flowing = inputs.cotangents(subject, case)
         assert subject.trained(inputs.values(subject, case), flowing, ("x",))["x"].shape[1] == 9
+
+
+def test_large_and_small_rows_in_turn_are_of_one_size_in_a_product() -> None:
+    """And what a row takes in of the next is not. Weights have no rows of their own."""
+    subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    recipe = Recipe("gradients", subject.base_dims(), "seesaw", "dense", "seesaw", ("x",))
+    drawn, (flowing,) = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+    assert flowing is not None
+    own, other = drawn["x"] * flowing, drawn["x"][:-1] * flowing[1:]
+    sizes = [float(t.square().mean().sqrt()) for t in (own, other[::2], other[1::2])]
+    assert 0.5 < sizes[0] < 2 and sizes[1] > 1e5 and sizes[2] < 1e-5
+    assert 0.3 < float(drawn["w"].abs().mean()) < 1.5
+
+
+def test_rows_of_one_sign_with_zeros_begin_with_some_and_end_with_some() -> None:
+    subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    x = inputs.values(subject, Recipe("numerics", subject.base_dims(), "holed"))["x"]
+    zero = x == 0
+    assert bool(zero[:, 0].any()) and bool(zero[:, -1].any()) and not bool(zero.all(-1).any())
+    assert bool((x[~zero] >= 4).all()) and torch.equal(x * 2, (x * 2).round())

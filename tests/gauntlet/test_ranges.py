@@ -62,6 +62,15 @@ def test_each_leaf_and_each_end_has_a_case() -> None:
     assert {cotangent for _, cotangent in pairs} >= set(ranges.COTANGENTS)
 
 
+def test_a_leaf_far_out_stands_beside_a_huge_one() -> None:
+    subject = _subject(toys.affine())
+    told = ranges.over(subject)
+    assert len(told) == 6 and "far w over x" in told
+    drawn = inputs.values(subject, Recipe("numerics", subject.base_dims(), "far w over x"))
+    sizes = {n: float(t.abs().max()) for n, t in drawn.items()}
+    assert sizes["x"] > 1e15 and 16 < sizes["w"] < 100 and sizes["b"] < 10
+
+
 def test_sums_of_small_exact_numbers_are_not_moved() -> None:
     """Noise there would put a rectifier's argument off its kink, and excuse any slope."""
     subject = _subject(toys.affine())
