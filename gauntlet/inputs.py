@@ -71,7 +71,7 @@ def stored_form(subject: Subject, recipe: Recipe) -> dict[str, Raw]:
 def draws(subject: Subject, *, quick: bool) -> list[str]:
     """Names of value distributions to try."""
     names = [*oracle.DRAWS, *OWN_DRAWS]
-    return [n for n in names if not quick or n not in ("x0.1", "integers", "tiny")]
+    return [n for n in names if not quick or n not in ("x0.1", "integers", "tiny", "holed", "seesaw")]
 
 
 def smooth_draws(subject: Subject) -> list[str]:
