@@ -264,7 +264,8 @@ def document(
 ) -> dict[str, Any]:  # fmt: skip
     """As a results file; `most`: how many artifacts the run was to have."""
     long = [r for r in rows if isinstance(r["median_us"], float) and r["median_us"] >= LEAST_US]
-    good = [r for r in long if r["variance"] <= MOST_SPREAD]
+    spread = [r["variance"] for r in long if isinstance(r["variance"], float)]
+    good = [r for r in long if isinstance(r["variance"], float) and r["variance"] <= MOST_SPREAD]
     twice = [r for r in rows if "again_overlaps" in r]
     mean_s = sum(r["seconds"] for r in rows) / len(rows) if rows else None
     wrong = sum(len(t["missing"]) + len(t["too_many"]) for t in tags)
@@ -274,9 +275,7 @@ def document(
         "variance_at_most_5_percent": results.figure(
             len(good) / len(long) if long else None, "share", 0.95, at_least=True
         ),
-        "variance_median": results.figure(
-            statistics.median([r["variance"] for r in long]) if long else None, "share"
-        ),
+        "variance_median": results.figure(statistics.median(spread) if spread else None, "share"),
         "steady": results.figure(sum(r["conditions"] == "steady" for r in rows) / max(len(rows), 1), "share"),
         "measured_twice": results.figure(len(twice), "count"),
         "intervals_that_overlap": results.figure(
