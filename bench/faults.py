@@ -244,23 +244,12 @@ def judged(
     def one(case: Planted, alone: bool = False) -> None:
         if time.monotonic() > end:
             return
-        (server, place), seen, error = servers.get(), witness.Seen("", False), None
+        server, place = servers.get()
         try:
-            data = (folder / case.file).read_bytes()
-            short = quick or (not case.kind and case.seed > first)
-            found = judge(data, place, server, quick=short, seed=case.seed)
-            if case.by_value and found.passed:
-                clean = (folder / f"{case.block}.artifact").read_bytes()
-                seen = witness.find(clean, data, place, server, seed=case.seed)
-            if case.kind and found.passed is False and not KINDS[case.kind].no_small:
-                error = ordinary.error(data, place, server, KINDS[case.kind].cotangents, seed=case.seed)
+            row = _looked_at(folder, case, server, place, quick or (not case.kind and case.seed > first))
         finally:
             servers.put((server, place))
-        if bool(case.kind) != (found.passed is False):
-            say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
-            say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
-        told = {"witness": seen.place, "beyond": seen.fault, "full": not short, "commit": commit}
-        rows.add({**_row(case, found), **told, "ordinary": error, "alone": alone or jobs == 1})
+        rows.add({**row, "commit": commit, "alone": alone or jobs == 1})
 
     def start(at: int) -> None:
         server = ForkServer(packages=("gauntlet", "tests"))
@@ -287,6 +276,24 @@ def judged(
         for server in begun:
             server.close()  # one that a judge started anew when its first was gone
     return rows.rows
+
+
+def _looked_at(
+    folder: Path, case: Planted, server: ForkServer, place: str, short: bool
+) -> dict[str, Any]:  # fmt: skip
+    """The row of one artifact."""
+    seen, error, data = witness.Seen("", False), None, (folder / case.file).read_bytes()
+    found = judge(data, place, server, quick=short, seed=case.seed)
+    if case.by_value and found.passed:
+        clean = (folder / f"{case.block}.artifact").read_bytes()
+        seen = witness.find(clean, data, place, server, seed=case.seed)
+    if case.kind and found.passed is False and not KINDS[case.kind].no_small:
+        error = ordinary.error(data, place, server, KINDS[case.kind].cotangents, seed=case.seed)
+    if bool(case.kind) != (found.passed is False):
+        say(f"{case.kind or 'clean'}, {case.block}: {found.passed} {found.reason} ({case.place})")
+        say(f"  {'a fault' if seen.fault else 'no fault'}: {seen.place or 'the same numbers'}")
+    told = {"witness": seen.place, "beyond": seen.fault, "full": not short, "ordinary": error}
+    return {**_row(case, found), **told}
 
 
 def _row(case: Planted, found: Judgement) -> dict[str, Any]:

@@ -9,6 +9,7 @@ that no host gap lies inside it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import time
@@ -254,9 +255,18 @@ class Replay:
         self.graph.replay()
 
 
-def captured(fn: Work) -> tuple[Work, bool]:
-    """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured."""
-    side = torch.cuda.Stream()
+@functools.cache
+def _side(device: int) -> Any:
+    """The stream that work is warmed up on. torch's allocator keeps what is freed on a stream for that
+    stream: with another one for every work, each keeps as much memory as it ever took."""
+    return torch.cuda.Stream(device)
+
+
+def captured(fn: Work, pool: Any = None) -> tuple[Work, bool]:
+    """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured. Graphs
+    with one `pool` (torch.cuda.graph_pool_handle) lie in the same memory: their results last until the next
+    replay of any of them."""
+    side = _side(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_CALLS):
@@ -265,7 +275,7 @@ def captured(fn: Work) -> tuple[Work, bool]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             fn()
     except RuntimeError:
         torch.cuda.synchronize()

@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from runtime import timing
@@ -88,3 +89,19 @@ def test_a_replay_keeps_what_it_reads() -> None:
     assert known() is not None
     del replay
     assert known() is None
+
+
+@pytest.mark.gpu
+def test_what_is_captured_again_and_again_takes_no_more_memory() -> None:
+    """Many works of a large block, on several sets of inputs, would fill any card otherwise."""
+    x = torch.ones(1 << 24, device="cuda")  # 64 MiB, and as much for each of three results
+
+    def work() -> torch.Tensor:
+        return (x + 1).mul(2).sin()
+
+    pool = torch.cuda.graph_pool_handle()
+    kept = [timing.captured(work, pool)]
+    once = torch.cuda.memory_reserved()
+    kept += [timing.captured(work, pool) for _ in range(8)]
+    assert all(graphed for _, graphed in kept)
+    assert torch.cuda.memory_reserved() < once + 2 * x.nbytes
