@@ -39,6 +39,8 @@ with cotangents that are small and large in turn no row outweighs another in a s
 row in the next one does."""
 LIFT = {torch.float16: 5.0}
 """Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
+END = "end"
+"""Of a cotangent: only the last row flows back, where loops over rows end; nothing hides what it gives."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 KEPT, TILE = 24, 1 << 20
 """Drawn weights kept at a time; elements of a weight that are drawn."""
@@ -280,6 +282,9 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
         flat = torch.zeros(dense.numel(), dtype=dense.dtype)
         flat[dense.numel() * 2 // 3] = 1
         return flat.reshape(dense.shape)
+    if kind == END and dense.dim():
+        dense[:-1] = 0
+        return dense
     if kind == "alternating" and dense.numel():
         flat = dense.abs().reshape(-1)
         flat[1::2] *= -1

@@ -18,8 +18,9 @@ turned      one leaf all negative among others that are all positive, under infi
 against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
             for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
             what it is by a short one. Against itself: no other is negative
-over        "far w over x": w far out, x huge. A share that is almost nothing is felt in a product with a
-            number that is far larger than what stands beside it
+over        "far w over x": w far out (ten times normal), x huge. A share that is almost nothing is felt in a
+            product with a number that is far larger than what stands beside it. Shares of exp(-87) and less
+            are subnormal, and a card's functions give zero for them: no row of ten times normal has any
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from esper_ir.types import DType
 from gauntlet.subject import Subject
 
 FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
-AGAINST, OVER = " against ", " over "
+AGAINST, OVER, APART = " against ", " over ", "apart"
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
 OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 """How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
@@ -41,8 +42,8 @@ OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
 LEAVES, OPPOSED = 8, 4
 """Leaves that are taken to the ends, of a block with more; and that are tried against every other."""
-SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0}
-WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0}
+SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0, APART: 10.0}
+WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0, APART: 10.0}
 """Factors on normal values; of float16, and of the types with the exponents of float32 or more."""
 NUMBERS = (*[0.0] * 8, -1.0, -0.5, 0.5, 1.0)
 MOST, FLOWING, SHARE = 4, 16, 8
@@ -117,8 +118,8 @@ def of_leaf(draw: str, leaf: str) -> str:
     if how not in HOW or not moved:
         return draw
     moved, _, lifted = moved.partition(OVER)
-    if leaf == lifted:
-        return "huge"
+    if lifted and leaf in (moved, lifted):
+        return "huge" if leaf == lifted else APART
     moved, _, below = moved.partition(AGAINST)
     if below and leaf != moved:
         return "below" if leaf == below else "above"
@@ -133,6 +134,7 @@ def _infinite(shape: tuple[int, ...], generator: torch.Generator, most: int) -> 
     rows = value.reshape(-1, 1 if lone else value.shape[-1])
     count = max(1, min(most, len(rows), value.numel() // SHARE))
     at = torch.randperm(len(rows), generator=generator)[:count]
+    at[0] = torch.where((at == len(rows) - 1).any(), at[0], len(rows) - 1)  # where loops end
     column = torch.randint(0, rows.shape[1], (count,), generator=generator)
     first = torch.randint(0, 2, (), generator=generator)
     sign = 1 - 2 * ((first + torch.arange(count)) % 2)  # both, where there are two

@@ -37,6 +37,7 @@ are all alike. The rest of a row has its share only where its element outweighs 
 may be taken for its end."""
 LEAK = ("seesaw", "seesaw")
 """Where a row takes in a little of another, a sum over rows shows it: large leaves meet large cotangents."""
+ENDS = ("normal", inputs.END)
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
 KEPT, KEPT_ELEMENTS = 96, 1 << 16
@@ -81,7 +82,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, wanted=wanted, draw=draw)
     yield from _together(subject, base)
     for dims in (_ragged(subject), *subject.regions[1:]):
-        yield from _together(subject, replace(base, dims=dims), (LEAK,), ())
+        yield from _together(
+            subject, replace(base, dims=dims), (LEAK, *(() if context.quick else (ENDS,))), ()
+        )
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
@@ -97,7 +100,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         if subject.elements(dims) <= edges.ELEMENTS:
             yield from _together(subject, replace(base, dims=dims))
     for dims in deep(context):
-        yield from _together(subject, replace(base, dims=dims), (*HEAVY, ("normal", "ones"), *SPARSE))
+        yield from _together(subject, replace(base, dims=dims), (*HEAVY, ("normal", "ones"), ENDS, *SPARSE))
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):

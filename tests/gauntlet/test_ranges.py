@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from esper_ir.types import DType
 from gauntlet import accuracy, inputs, meaning, ranges
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
-from gauntlet.stage import Recipe
+from gauntlet.stage import Context, Recipe
+from gauntlet.stages import gradients
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import handmade, toys
@@ -46,6 +48,7 @@ def test_infinities_lie_in_one_leaf_and_meet_exact_zeros() -> None:
     assert int(infinite.sum()) == ranges.MOST and int(infinite.any(1).sum()) == ranges.MOST, (
         "rows of their own"
     )
+    assert bool(infinite[-1].any()), "the last row, where loops over rows end"
     assert all(bool(t.isfinite().all()) for n, t in values.items() if n != "x")
     assert 0.5 < float((flowing == 0).double().mean()) < 0.8
     again = inputs.values(_subject(toys.affine()), recipe)
@@ -69,6 +72,26 @@ def test_a_leaf_far_out_stands_beside_a_huge_one() -> None:
     drawn = inputs.values(subject, Recipe("numerics", subject.base_dims(), "far w over x"))
     sizes = {n: float(t.abs().max()) for n, t in drawn.items()}
     assert sizes["x"] > 1e15 and 16 < sizes["w"] < 100 and sizes["b"] < 10
+
+
+@pytest.mark.parametrize("columns", [64, 4096, 32768])
+def test_a_share_of_a_row_far_out_is_a_normal_number(columns: int) -> None:
+    """A card's exponential takes subnormal results for zero: beside a huge number a clean kernel was wrong."""
+    how = ranges.of_leaf("far x over z", "x")
+    drawn = ranges.drawn(how, (64, columns), DType.float32, torch.Generator().manual_seed(5)).double()
+    least = (drawn.amin(1) - drawn.amax(1)).exp().min()
+    assert torch.finfo(torch.float32).tiny < float(least) < 1e-15
+    assert ranges.of_leaf("far x over z", "z") == "huge" and ranges.of_leaf("far x", "x") == ranges.FAR
+
+
+def test_the_last_row_flows_back_alone_where_every_region_ends() -> None:
+    context = Context(_subject(toys.affine()), lambda event: None)
+    found = [r for r in gradients._recipes(context) if r.cotangent == inputs.END]
+    assert {tuple(sorted(r.wanted)) for r in found} >= {("b", "w", "x")}
+    assert len({r.dims["rows"] for r in found}) >= 1 + len(context.subject.regions[1:])
+    for recipe in found:
+        (flowing,) = inputs.cotangents(context.subject, recipe)
+        assert flowing is not None and bool(flowing[-1].all()) and not bool(flowing[:-1].any())
 
 
 def test_sums_of_small_exact_numbers_are_not_moved() -> None:
