@@ -18,9 +18,9 @@ turned      one leaf all negative among others that are all positive, under infi
 against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
             for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
             what it is by a short one. Against itself: no other is negative
-over        "far w over x": w far out (ten times normal), x huge. A share that is almost nothing is felt in a
+over        "far w over x": w far out (eight times normal), x huge. A share that is almost nothing is felt in a
             product with a number that is far larger than what stands beside it. Shares of exp(-87) and less
-            are subnormal, and a card's functions give zero for them: no row of ten times normal has any
+            are subnormal, and a card's functions give zero for them: no row of eight times normal has any
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
 COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
 LEAVES, OPPOSED = 8, 4
 """Leaves that are taken to the ends, of a block with more; and that are tried against every other."""
-SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0, APART: 10.0}
-WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0, APART: 10.0}
+SHORT = {"small": 2.0**-10, "huge": 2.0**6, "subnormal": 2.0**-16, FAR: 16.0, APART: 8.0}
+WIDE = {"small": 2.0**-60, "huge": 2.0**56, "subnormal": 2.0**-128, FAR: 16.0, APART: 8.0}
 """Factors on normal values; of float16, and of the types with the exponents of float32 or more."""
 NUMBERS = (*[0.0] * 8, -1.0, -0.5, 0.5, 1.0)
 MOST, FLOWING, SHARE = 4, 16, 8

@@ -76,11 +76,11 @@ def test_a_leaf_far_out_stands_beside_a_huge_one() -> None:
 
 @pytest.mark.parametrize("columns", [64, 4096, 32768])
 def test_a_share_of_a_row_far_out_is_a_normal_number(columns: int) -> None:
-    """A card's exponential takes subnormal results for zero: beside a huge number a clean kernel was wrong."""
+    """A card's exponential takes subnormal results for zero: beside a huge number that was a wrong result."""
     how = ranges.of_leaf("far x over z", "x")
     drawn = ranges.drawn(how, (64, columns), DType.float32, torch.Generator().manual_seed(5)).double()
     least = (drawn.amin(1) - drawn.amax(1)).exp().min()
-    assert torch.finfo(torch.float32).tiny < float(least) < 1e-15
+    assert torch.finfo(torch.float32).tiny < float(least) < 1e-12
     assert ranges.of_leaf("far x over z", "z") == "huge" and ranges.of_leaf("far x", "x") == ranges.FAR
 
 
