@@ -18,8 +18,8 @@ turned      one leaf all negative among others that are all positive, under infi
 against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
             for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
             what it is by a short one. Against itself: no other is negative
-over        "far w over x": w far out (eight times normal), x huge. A share that is almost nothing is felt in a
-            product with a number that is far larger than what stands beside it. Shares of exp(-87) and less
+over        "far w over x": w far out (eight times normal), x huge. A share that is almost nothing is felt in
+            a product with a number that is far larger than what stands beside it. Shares of exp(-87) and less
             are subnormal, and a card's functions give zero for them: no row of eight times normal has any
 """
 
