@@ -166,9 +166,10 @@ def shaken(
     def moved(
         value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None, grid: float = 0.0
     ) -> Tensor:
-        noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
         if alike and count == 1:
-            noise = noise.flatten()[torch.unique(value, return_inverse=True)[1]]
+            noise = _scattered(value, int(torch.randint(1 << 62, (), generator=generator)))
+        else:
+            noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
         by = subject.roundoff * math.sqrt(count)
         share = max(by, least)
         below = (value.abs() >= grid / 2) & (share * value.abs() < grid / 2)  # among the subnormal numbers
@@ -206,6 +207,16 @@ def shaken(
         shifted = {n: v if _exact(v) else moved(v.double(), 1) for n, v in given.items()}
         known = dict(shifted)
         return reference.evaluate_all(graph, shifted, precision="float64", after=noted)
+
+
+def _scattered(value: Tensor, seed: int) -> Tensor:
+    """Numbers from -1 to 1 by the bits of float64 ones, the same for equal ones: as if drawn for each (by
+    multiplying and folding, as in the finaliser of MurmurHash3, Appleby 2011). To sort them to see which are
+    equal took most of the judge's time."""
+    bits = (value + 0.0).view(torch.int64)  # -0 + 0 = 0
+    bits = (bits ^ (bits >> 32)) * (2 * seed + 1)  # the digits of a short type stand at the top
+    bits = (bits ^ (bits >> 32)) * -0x00AE502812AA7333
+    return bits.to(torch.float64) * 2.0**-63
 
 
 def _partial_sum(node: Node, known: Mapping[str, Tensor]) -> Tensor | None:

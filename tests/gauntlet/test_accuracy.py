@@ -251,3 +251,18 @@ def test_the_worst_margin_is_of_all_results_behind_too(subject: Subject) -> None
         return found.metrics["margin"]
 
     assert margin(exact.float(), near, far) == margin(far) > 100 * margin(near)
+
+
+def test_equal_values_are_rounded_alike_and_others_each_by_itself() -> None:
+    seed = 3_141_592_653_589_793_238
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).bfloat16().double()
+    drawn = meaning._scattered(values, seed)
+    for value in values[:50]:
+        assert len(torch.unique(drawn[values == value])) == 1
+    each = meaning._scattered(torch.unique(values), seed)
+    assert len(torch.unique(each)) == len(each) and -1 <= float(each.min()) and float(each.max()) <= 1
+    assert abs(float(each.mean())) < 0.06 and abs(float(each.var()) - 1 / 3) < 0.03
+    assert abs(float(torch.corrcoef(torch.stack((each[1:], each[:-1])))[0, 1])) < 0.1  # of neighbours
+    assert not torch.equal(each, meaning._scattered(torch.unique(values), seed + 1))
+    zeros = torch.tensor([0.0, -0.0], dtype=torch.float64)
+    assert len(torch.unique(meaning._scattered(zeros, seed))) == 1
