@@ -12,14 +12,20 @@ once for every chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from esper_ir.graph import Graph, Node
+from esper_ir.graphbuilder import GraphBuilder, rewritten
+from esper_ir.opdef import Val
 from esper_ir.types import Dim, DType, TensorType
 from forge.groups import IN_CHUNK, lowering_kind
+from forge.passes.clean import eliminate_dead
+from forge.passes.fold import fold
 from forge.views import movement
 from library.launch import Bound
 
@@ -35,32 +41,119 @@ STEP = 16
 def chunked(graph: Graph, sizes: Mapping[str, int], least: Mapping[str, int]) -> Graph:
     """The graph with what comes of its first large product in chunks of rows, where it can be. `sizes` are
     those to be fast at, `least` the smallest ones that the plan serves."""
-    for node in graph:
-        if lowering_kind(node) != "contraction" or node.id in graph.outputs:
+    if not any(_large(node, sizes) for node in graph):
+        return graph
+    flat = _in_rows(graph)
+    for node in flat:
+        if not _large(node, sizes) or node.id in flat.outputs:
             continue
-        size = node.types[0].nbytes.value(sizes)
         rows = node.types[0].shape[0]
-        parts = min(-(-size // CHUNK), MOST, rows.value(least) // STEP)
-        if size < WHOLE or parts < 2:
-            continue
-        region = _Region(graph, node, sizes)
-        if region.fits():
+        parts = min(-(-node.types[0].nbytes.value(sizes) // CHUNK), MOST, rows.value(least) // STEP)
+        region = _Region(flat, node, sizes)
+        if parts > 1 and region.fits():
             return _in_chunks(region, _lengths(rows, parts))
     return graph
 
 
+def _large(node: Node, sizes: Mapping[str, int]) -> bool:
+    return lowering_kind(node) == "contraction" and node.types[0].nbytes.value(sizes) >= WHOLE
+
+
+def _in_rows(graph: Graph) -> Graph:
+    """The graph in which a product of a stack of matrices with one matrix is one of rows, of batch and
+    sequence alike, and so is what goes on with it element by element or row by row."""
+    flat: dict[str, Val] = {}
+
+    def change(b: GraphBuilder, node: Node, values: dict[str, Val]) -> tuple[Val, ...] | None:
+        given = [values[v] for v in node.tensors]
+        if movement(node) == "reshape" and _unfolds(given[0].type.shape, node.types[0].shape):
+            flat[node.id] = given[0]
+            return None
+        lead = given[0].type.shape[:-1] if given and lowering_kind(node) == "contraction" else ()
+        if len(lead) > 1 and len(given[1].type.shape) == 2:
+            made = b(node.op, _flattened(b, given[0], lead), given[1], **dict(node.attrs))
+        else:
+            lead = next((node_lead(v) for v in node.tensors if v in flat), ())
+            operands = _by_rows(b, node, [flat.get(v, values[v]) for v in node.tensors], given, lead)
+            if operands is None:
+                return None
+            refs = iter(operands)
+            made = b(
+                node.op, *[next(refs) if isinstance(r, str) else r for r in node.inputs], **_attrs(node, lead)
+            )
+        if node.types[0].shape[: len(lead)] == lead:
+            flat[node.id] = made
+        return b.emit_named(node.id, "reshape", (made,), {"shape": node.types[0].shape})
+
+    def node_lead(value: str) -> tuple[Dim, ...]:
+        kept = len(flat[value].type.shape) - 1
+        shape = graph.types[value].shape
+        return shape[: len(shape) - kept]
+
+    return eliminate_dead(fold(rewritten(graph, change)))
+
+
+def _unfolds(old: tuple[Dim, ...], new: tuple[Dim, ...]) -> bool:
+    """Whether the first axis becomes several, and nothing else happens."""
+    count = len(new) - len(old) + 1
+    return (
+        count > 1 and len(old) > 1 and new[count:] == old[1:] and prod(new[:count], start=Dim.of(1)) == old[0]
+    )
+
+
+def _flattened(b: GraphBuilder, x: Val, lead: tuple[Dim, ...]) -> Val:
+    return b("reshape", x, shape=(prod(lead, start=Dim.of(1)), *x.type.shape[len(lead) :]))
+
+
+def _by_rows(
+    b: GraphBuilder, node: Node, known: list[Val], given: list[Val], lead: tuple[Dim, ...]
+) -> list[Val] | None:
+    """The operands with the axes `lead` as one; None where the node does something else with these."""
+    if not lead or lowering_kind(node) not in ("pointwise", "reduction") or len(node.types) != 1:
+        return None
+    if lowering_kind(node) == "reduction":
+        inside = {d for d in node.attr("dims") if d < len(lead)}
+        if inside and len(inside) < len(lead):
+            return None
+        return known
+    rank, out = len(node.types[0].shape), list[Val]()
+    for flat, whole in zip(known, given, strict=True):
+        shape = whole.type.shape
+        if flat is whole and len(shape) == rank and shape[: len(lead)] == lead:
+            flat = _flattened(b, whole, lead)
+        elif flat is whole and len(shape) > rank - len(lead):
+            return None
+        out.append(flat)
+    return out
+
+
+def _attrs(node: Node, lead: tuple[Dim, ...]) -> dict[str, Any]:
+    attrs = dict(node.attrs)
+    if lowering_kind(node) == "reduction":
+        attrs["dims"] = tuple(sorted({max(d - len(lead) + 1, 0) for d in attrs["dims"]}))
+    return attrs
+
+
 def pieces(graph: Graph, bucket: Mapping[str, Bound], sizes: Mapping[str, int]) -> list[dict[str, Bound]]:
-    """The bucket, or both parts of it where sizes in its lower part are too small for chunks."""
+    """The bucket, in parts where its smaller sizes are too small for chunks: the last one has rows enough
+    whatever else is as it should be. Rows of several sizes (batch and sequence) have each its share."""
     for node in graph:
-        if lowering_kind(node) != "contraction" or node.types[0].nbytes.value(sizes) < WHOLE:
+        if not _large(node, sizes):
             continue
-        (row,) = [str(size) for size in node.types[0].shape[:1]]
-        bound = bucket.get(row)
-        least = -(-WHOLE * sizes.get(row, 1) // node.types[0].nbytes.value(sizes))
-        if bound is not None and bound.low < least <= sizes[row]:
-            low, high = replace(bound, high=least - 1), replace(bound, low=least)
-            return [{**bucket, row: low}, {**bucket, row: high}]
+        names = sorted(frozenset[str]().union(*(size.symbols() for size in node.types[0].shape[:-1])))
+        share = (WHOLE / node.types[0].nbytes.value(sizes)) ** (1 / max(len(names), 1))
+        cuts = {name: math.ceil(sizes[name] * share) for name in names if name in bucket}
+        return list(_cut(bucket, {n: at for n, at in cuts.items() if bucket[n].low < at <= sizes[n]}))
     return [dict(bucket)]
+
+
+def _cut(bucket: Mapping[str, Bound], cuts: Mapping[str, int]) -> Iterator[dict[str, Bound]]:
+    """What lies below the first cut; of the rest what lies below the second; and so on."""
+    left = dict(bucket)
+    for name, at in cuts.items():
+        yield {**left, name: replace(left[name], high=at - 1)}
+        left[name] = replace(left[name], low=at)
+    yield left
 
 
 def _lengths(rows: Dim, parts: int) -> list[Dim]:

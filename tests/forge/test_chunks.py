@@ -140,6 +140,38 @@ def test_few_rows_come_at_once() -> None:
     assert buckets == {(1, 255): False, (256, 4096): True}
 
 
+def _stack(heads: int = 1) -> Blueprint:
+    """A loss over batch and sequence."""
+    b = Builder("stack")
+    batch, seq = b.dim("batch", min=1, max=64, tune=[8]), b.dim("seq", min=1, max=512, tune=[64])
+    x, t = b.input("x", "float32", [batch, seq, DEEP]), b.input("t", "int64", [batch, seq])
+    z = b.op("linear", x, b.param("w", "float32", [WIDE, DEEP]), b.param("bias", "float32", [WIDE]))
+    return b.build(
+        b.op(
+            "cross_entropy",
+            b.op("reshape", z, shape=[batch * seq, WIDE]),
+            b.op("reshape", t, shape=[batch * seq]),
+        )
+    )
+
+
+@pytest.mark.parametrize("sizes", [(8, 64), (5, 61), (1, 512), (6, 46), (64, 1)])
+def test_rows_of_batch_and_sequence(sizes: tuple[int, int]) -> None:
+    work = check(_stack(), dict(zip(("batch", "seq"), sizes, strict=True)), aim="memory")
+    tuned = [low for low in work.lowerings if all(b.low > 1 for b in low.plan.bucket)]
+    assert tuned and all(map(chunked, tuned))
+    least = min(b.low for b in tuned[0].plan.bucket) * max(b.low for b in tuned[0].plan.bucket)
+    assert 256 <= least < 512
+    for phase in {low.phase.name for low in work.lowerings}:  # every size has one plan
+        boxes = [
+            low.plan.bucket
+            for low in work.lowerings
+            if low.phase.name == phase and low.phase.wanted in ((), ("x", "w", "bias"))
+        ]
+        for batch, seq in ((1, 1), (5, 45), (6, 45), (6, 46), (64, 512)):
+            assert sum(a.low <= batch <= a.high and s.low <= seq <= s.high for a, s in boxes) == 1
+
+
 def test_for_speed_everything_comes_at_once() -> None:
     work = front(_block(_head), "h100", "fast")
     assert not any(map(chunked, work.lowerings))
