@@ -2,15 +2,16 @@
 
 A size is made of +, -, *, divisions, minimum and maximum over dims (`library.sizes`). Interval arithmetic
 bounds it, exactly where no dim stands in it twice. Where the interval is too wide, every size of the range is
-tried; a range too large for that is refused: a manifest that cannot be checked is none.
+tried. A range too large for that needs a size that grows steadily: of one dim, or of one product of dims,
+with constants only beside it. What is left is refused: a manifest that cannot be checked is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 from library.launch import Size, evaluate
 
@@ -73,12 +74,91 @@ def outside(shape: Sequence[Size], ranges: Mapping[str, Range], least: int, most
             return ""
     names = sorted({name for size in shape for name in _names(size)})
     count = prod(len(ranges[name].values()) for name in names)
+    steady = _steady(shape, ranges) if count > TRIED else None
+    if steady is not None:
+        return _first_outside(*steady, least, most)
     tried = _every(names, ranges) if count <= TRIED else _corners(names, ranges)
+    wrong = _first_outside(shape, tried, least, most)
+    return wrong or ("" if count <= TRIED else f"sizes that cannot be bounded over {dict(ranges)}")
+
+
+def _first_outside(shape: Sequence[Size], tried: Iterable[Mapping[str, int]], least: int, most: int) -> str:
     for dims in tried:
         sizes = [evaluate(size, dims) for size in shape]
         if not least <= prod(sizes) <= most or (len(sizes) > 1 and min(sizes) < 0):
             return f"{prod(sizes)} at {dims}"
-    return "" if count <= TRIED else f"sizes that cannot be bounded over {dict(ranges)}"
+    return ""
+
+
+def _steady(
+    shape: Sequence[Size], ranges: Mapping[str, Range]
+) -> tuple[list[Size], list[dict[str, int]]] | None:
+    """The shape, and where it takes its least and its most: of one size that grows by the same amount over
+    every period, whatever it does within one, at either end of its range. None where it is not so."""
+    whole = {name for size in shape for name in _products(size)}
+    parts = [part for name in whole for part in name.split("*")]
+    varying = [size for size in shape if not isinstance(size, int)]
+    if len(whole) != 1 or len(parts) != len(set(parts)) or len(varying) != 1:
+        return None
+    (name,) = whole
+    low, high = (prod(getattr(ranges[p], end) for p in parts) for end in ("low", "high"))
+    period = _period(_as_one(varying[0]))
+    if period is None:
+        return None
+    ends = {*range(low, min(low + period, high + 1)), *range(max(high - period + 1, low), high + 1)}
+    return [_as_one(size) for size in shape], [{name: value} for value in sorted(ends)]
+
+
+def _as_one(size: Size) -> Size:
+    """With every product of dims as one name."""
+    if not isinstance(size, tuple):
+        return size
+    a, b = _as_one(size[1]), _as_one(size[2])
+    return f"{a}*{b}" if size[0] == "mul" and isinstance(a, str) and isinstance(b, str) else (size[0], a, b)
+
+
+def _products(size: Size) -> set[str]:
+    return _names(_as_one(size))
+
+
+def _period(size: Size) -> int | None:
+    """After how much its only name grows the size has grown by a whole number, the same wherever it began;
+    None where that is never so, or too late."""
+    period = 1
+    while period <= TRIED // 2:
+        more = _growth(size, period)
+        if more is None or isinstance(more, int):
+            return None if more is None else period
+        period *= more.factor
+    return None
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A quotient has not grown by a whole number yet: after so many periods it has."""
+
+    factor: int
+
+
+def _growth(size: Size, period: int) -> int | _Later | None:
+    """Of a size while its name grows by a period; None where it depends on where that began."""
+    if not isinstance(size, tuple):
+        return 0 if isinstance(size, int) else period
+    a, b = _growth(size[1], period), _growth(size[2], period)
+    for one in (a, b):
+        if not isinstance(one, int):
+            return one
+    assert isinstance(a, int) and isinstance(b, int)
+    if size[0] in ("add", "sub"):
+        return OPS[size[0]](a, b)
+    if size[0] == "mul":
+        constants = [(c, g) for c, g in ((size[1], b), (size[2], a)) if isinstance(c, int)]
+        return constants[0][0] * constants[0][1] if constants else None
+    if size[0] not in DIVISIONS or not isinstance(size[2], int) or size[2] <= 0:
+        return None
+    if a % size[2]:
+        return _Later(size[2] // gcd(a, size[2]))
+    return 0 if size[0] == "mod" else a // size[2]
 
 
 def _names(size: Size) -> set[str]:
