@@ -110,11 +110,26 @@ def _steady(
 
 
 def _as_one(size: Size) -> Size:
-    """With every product of dims as one name."""
+    """With every product of dims as one name, whatever stands between them."""
     if not isinstance(size, tuple):
         return size
     a, b = _as_one(size[1]), _as_one(size[2])
-    return f"{a}*{b}" if size[0] == "mul" and isinstance(a, str) and isinstance(b, str) else (size[0], a, b)
+    if size[0] != "mul":
+        return (size[0], a, b)
+    factors = [*_factors(a), *_factors(b)]
+    count = prod(f for f in factors if isinstance(f, int))
+    names = "*".join(sorted(f for f in factors if isinstance(f, str)))
+    rest = [f for f in factors if isinstance(f, tuple)]
+    out: Size = names or count
+    for factor in [count] * bool(names) + rest:
+        out = ("mul", factor, out) if factor != 1 else out
+    return out
+
+
+def _factors(size: Size) -> list[Size]:
+    return (
+        [*_factors(size[1]), *_factors(size[2])] if isinstance(size, tuple) and size[0] == "mul" else [size]
+    )
 
 
 def _products(size: Size) -> set[str]:

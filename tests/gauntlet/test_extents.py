@@ -23,7 +23,8 @@ def last(rows: Size, chunks: int) -> Size:
 
 @pytest.mark.parametrize("chunks", [2, 3, 7, 16])
 def test_the_last_chunk_of_many_rows(chunks: int) -> None:
-    for rows, ranges in (("rows", ROWS), (("mul", "batch", "seq"), STACK)):
+    stack = ("floordiv", ("mul", ("mul", 24, "seq"), "batch"), 24)
+    for rows, ranges in (("rows", ROWS), (("mul", "batch", "seq"), STACK), (stack, STACK)):
         left: Size = last(rows, chunks)
         assert outside((left,), ranges, 0, 2**31) == ""
         assert outside((left, 32000), ranges, 0, 2**40) == ""
