@@ -273,7 +273,14 @@ class _Region:
         if what == "contraction":
             a, b = kinds
             return places[0] is not None and places[0] < a.rank - 1 and places[1] is None and b.rank == 2
-        return movement(node) in ("reshape", "expand", "permute") and places[0] is not None
+        if places[0] is None or movement(node) not in ("reshape", "expand", "permute"):
+            return False
+        return movement(node) != "reshape" or _before(kinds[0], places[0]) == _before(out, at)
+
+
+def _before(kind: TensorType, axis: int) -> Dim:
+    """How often the rows come one after the other: elements of the axes before theirs."""
+    return prod(kind.shape[:axis], start=Dim.of(1))
 
 
 def _exact(node: Node, out: TensorType) -> bool:

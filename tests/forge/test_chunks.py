@@ -193,7 +193,16 @@ def _running(b: Builder, x: Value, t: Value) -> Value:
     return b.op("sum", b.op("cumsum", x @ w, dim=0), dims=[1])
 
 
-OTHERS = {"mean over rows": _normed, "a result": _handed_out, "running over rows": _running}
+def _regrouped(b: Builder, x: Value, t: Value) -> Value:
+    """An axis as long as the rows, that holds something else."""
+    z = b.op("tanh", x @ b.param("w", "float32", [DEEP, WIDE]))
+    return b.op("sum", b.op("reshape", z, shape=[WIDE, x.type.shape[0]]), dims=[0])
+
+
+OTHERS = {
+    "mean over rows": _normed, "a result": _handed_out, "running over rows": _running,
+    "regrouped": _regrouped,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
