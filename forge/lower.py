@@ -46,7 +46,7 @@ class KernelSource:
 
 @dataclass
 class Kernels:
-    """Kernels of an artifact by (plan digest, variant): equal plans are built and stored once. `choices` are
+    """Kernels of an artifact by (work, variant): equal plans are built and stored once. `choices` are
     the tiles picked for them, `sites` where each was picked first, `drafts` the phase and the node of every
     product that can be done in two ways.
     """
@@ -58,7 +58,7 @@ class Kernels:
     drafts: dict[str, tuple[Draft, str]] = field(default_factory=dict)
 
     def add(self, plan: KernelPlan, variant: str, divisible: bool) -> str:
-        key = (plan.digest, variant)
+        key = (plan.work, variant)
         if key not in self.by_key:
             base, name, n = f"{plan.name}_{variant}", f"{plan.name}_{variant}", 1
             while name in self.taken:

@@ -33,11 +33,13 @@ program order, and nothing that changes the split depends on the machine.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field
 
 from esper_ir.scalar import Expr, render
 from esper_ir.types import Dim, DType
 from forge.access import INDEX, Access
+from forge.groups import IN_CHUNK
 from forge.rowtile import RowTile
 from library.launch import Size
 
@@ -365,8 +367,18 @@ class KernelPlan:
     @property
     def digest(self) -> str:
         """sha256 of everything but the name: equal digests mean equal kernels."""
-        text = str(self).replace(self.name, "_", 1) + repr(self.wide) + repr(self.accesses)
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    @property
+    def work(self) -> str:
+        """The digest without which chunks (`forge/passes/chunks.py`) it is about: they count from the first
+        that is named. (Of plans beside each other the digests are in the text, so that they keep theirs.)"""
+        order: dict[str, str] = {}
+        text = re.sub(f"{IN_CHUNK}[0-9]+", lambda at: order.setdefault(at[0], f"#{len(order)}"), self._text())
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _text(self) -> str:
+        return str(self).replace(self.name, "_", 1) + repr(self.wide) + repr(self.accesses)
 
 
 def _access(a: Access) -> str:

@@ -17,7 +17,7 @@ from forge.lower import PhaseLowering
 from forge.passes import chunks
 from forge.service import front
 from forge.work import Work
-from library.launch import ExternStep, evaluate
+from library.launch import ExternStep, KernelStep, evaluate
 from tests.forge.whole import check
 
 WIDE, DEEP = 640, 24
@@ -132,6 +132,20 @@ def test_sums_over_rows_are_added_up_by_the_library() -> None:
     low = above(work)[-1]
     sums = [s for s in low.plan.steps if isinstance(s, ExternStep) and s.op == "addmm"]
     assert len(sums) == 3 and all(s.inputs[0].buffer == s.outs[0].buffer for s in sums)
+
+
+@pytest.mark.parametrize("target", ["h100", "cpu-v3"])
+def test_what_is_done_in_every_chunk_is_one_kernel(target: str) -> None:
+    """Of the last chunk, that is longer, it is another; and so is what reads rows of x, elsewhere each time."""
+    work = front(_block(_gated), target, "fast", "memory")
+    low = above(work)[0]
+    outside = {n for n, b in enumerate(low.plan.buffers) if b.source == "input" and b.name == "x"}
+    kernels: dict[str, list[str]] = {}
+    for step in low.plan.steps:
+        if isinstance(step, KernelStep) and not outside & {a.value for a in step.args if a.kind == "buffer"}:
+            kernels.setdefault(step.group.rpartition("@")[0], []).append(step.variants[0].kernel)
+    repeated = [names for names in kernels.values() if len(names) == 4]
+    assert repeated and all(len(set(names)) == 2 for names in repeated), kernels
 
 
 def test_few_rows_come_at_once() -> None:
