@@ -136,7 +136,7 @@ def test_sums_over_rows_are_added_up_by_the_library() -> None:
 
 @pytest.mark.parametrize("target", ["h100", "cpu-v3"])
 def test_what_is_done_in_every_chunk_is_one_kernel(target: str) -> None:
-    """Of the last chunk, that is longer, it is another; and so is what reads rows of x, elsewhere each time."""
+    """Of the last chunk, which is longer, it is another; so is what reads rows of x, elsewhere each time."""
     work = front(_block(_gated), target, "fast", "memory")
     low = above(work)[0]
     outside = {n for n, b in enumerate(low.plan.buffers) if b.source == "input" and b.name == "x"}
