@@ -179,7 +179,7 @@ class _Region:
     def nodes(self) -> tuple[Node, ...]:
         wide = {n.id for n in self.graph if self._wide(n)} | {self.head.id}
         after = self.reached(wide)
-        before = self._reaching(wide | {n.id for n in self.graph if self._reads(n, wide)})
+        before = self.reaching(wide | {n.id for n in self.graph if self._reads(n, wide)})
         inside = {n.id for n in self.graph if self._reads(n, wide)} | wide | (after & before)
         for node in self.graph:
             ready = not any(v in after and v not in inside for v in node.tensors)
@@ -191,7 +191,22 @@ class _Region:
             read = any(node.id in n.tensors for n in self.graph if n.id in inside)
             if read and movement(node) and None not in places and not self._reads(node, after):
                 inside.add(node.id)
-        return tuple(n for n in self.graph if n.id in inside)
+        late = self._late(inside)
+        return tuple(
+            n for n in self.graph if n.id in inside and (n.id in late or self.axis(n.types[0]) is not None)
+        )
+
+    def _late(self, inside: Set[str]) -> set[str]:
+        """What comes of the products of the region."""
+        products = {n.id for n in self.graph if lowering_kind(n) == "contraction"}
+        return self.reached(products & inside)
+
+    @cached_property
+    def first(self) -> frozenset[str]:
+        """Values of the region that are also made whole, before: what all chunks read is computed from them,
+        as is a sum of weights that a mean is divided by."""
+        read = {v for n in self.nodes for v in n.tensors if v not in self.made}
+        return frozenset(self.reaching(read) & self.made)
 
     def _wide(self, node: Node) -> bool:
         """As large as the product, with its rows."""
@@ -208,7 +223,7 @@ class _Region:
                 found.update(node.outputs)
         return found
 
-    def _reaching(self, ends: Set[str]) -> set[str]:
+    def reaching(self, ends: Set[str]) -> set[str]:
         found = set(ends)
         for node in reversed(self.graph.nodes):
             if found & set(node.outputs):
@@ -226,16 +241,17 @@ class _Region:
 
     @cached_property
     def seen(self) -> tuple[str, ...]:
-        """Values of the region that are used outside, in order."""
+        """Values of the region that are used outside, behind it, in order."""
         outside = {v for n in self.graph if n.id not in self.made for v in n.tensors}
-        return tuple(n.id for n in self.nodes if n.id in outside or n.id in self.graph.outputs)
+        used = outside.union(self.graph.outputs) - self.first
+        return tuple(n.id for n in self.nodes if n.id in used)
 
     def fits(self) -> bool:
         """Whether every node can be done for some rows alone, and nothing as large as the product is seen
         outside."""
-        late = self.reached(self.made) - self.made
         return (
-            all(self._part(n) and not self._reads(n, late) for n in self.nodes)
+            all(self._part(n) for n in self.nodes)
+            and not self.first & self._late(self.made)
             and not any(self._wide(self.graph.by_output[v]) for v in self.seen)
             and all(self.rowless(v) or self.axis(self.graph.types[v]) is not None for v in self.seen)
             and not any(self.rowless(v) and self._reads(n, {v}) for v in self.made for n in self.nodes)
@@ -273,9 +289,9 @@ class _Region:
         if what == "contraction":
             a, b = kinds
             return places[0] is not None and places[0] < a.rank - 1 and places[1] is None and b.rank == 2
-        if places[0] is None or movement(node) not in ("reshape", "expand", "permute"):
-            return False
-        return movement(node) != "reshape" or _before(kinds[0], places[0]) == _before(out, at)
+        if places and places[0] is not None and movement(node) == "reshape":
+            return _before(kinds[0], places[0]) == _before(out, at)
+        return movement(node) == "expand" or (movement(node) == "permute" and places[0] is not None)
 
 
 def _before(kind: TensorType, axis: int) -> Dim:
@@ -290,8 +306,8 @@ def _exact(node: Node, out: TensorType) -> bool:
 
 def _in_chunks(region: _Region, lengths: list[Dim]) -> Graph:
     """The graph with the region once per chunk."""
-    graph, behind = region.graph, region.reached(region.made)
-    others = [n for n in graph if n.id not in region.made]
+    graph, inside = region.graph, region.made - region.first
+    behind, others = region.reached(inside), [n for n in graph if n.id not in inside]
     nodes = [n for n in others if n.id not in behind]
     chunks, start = list[_Chunk](), Dim()
     for number, length in enumerate(lengths):
@@ -310,7 +326,7 @@ def _together(region: _Region, value: str, parts: list[str]) -> Iterator[Node]:
         yield Node(value, "cat", tuple(parts), (("dim", region.axis(kind)),), (kind,))
         return
     for at, part in enumerate(parts[1:], 2):
-        name = value if at == len(parts) else f"{value}:sum_{at}"
+        name = value if at == len(parts) else f"{value}:chunks_{at}"
         yield Node(name, "add", (total, part), (), (kind,))
         total = name
 
