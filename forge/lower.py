@@ -13,7 +13,7 @@ from forge.band import banded
 from forge.body import Body, BodyBuilder
 from forge.catenated import catenated
 from forge.fuse import LITTLE
-from forge.groups import Group, lowering_kind
+from forge.groups import Group, chunk_of, lowering_kind
 from forge.horizontal import joined
 from forge.lowered import Call, Launch, Lowered, Operand, Temp, size_of
 from forge.partition import Partition, gathered, ordered, partition
@@ -271,9 +271,10 @@ def lower_phase(
         saved=tuple(low.numbers[s] for s in phase.saved) if phase.name == "forward" else (),
         gradients=tuple(low.numbers[v] for v in (phase.gradients or {}).values()),
     )  # fmt: skip
-    made = [step for _, lowered in done for step in lowered.steps]
-    kernels_of = [step.plan if isinstance(step, Launch) else None for step in made]
-    plan = in_turn(in_place(plan, kernels_of, chunks=target.kind != "cpu"))
+    if target.kind == "cpu" or any(chunk_of(b.name) for b in plan.buffers):
+        made = [step for _, lowered in done for step in lowered.steps]
+        kernels_of = [step.plan if isinstance(step, Launch) else None for step in made]
+        plan = in_turn(in_place(plan, kernels_of, chunks=target.kind != "cpu"))
     return PhaseLowering(low.phase, parts, tuple(done), plan)
 
 

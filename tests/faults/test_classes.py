@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,6 @@ SAMPLE = (
     "dropped mask", "size-dependent error", "wrong only for constant cotangents", "stale workspace", "race",
     "gradient of one input wrong",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as found:
-        found.start()
-        yield found
 
 
 @pytest.fixture(scope="module")

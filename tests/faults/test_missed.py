@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,13 +47,6 @@ MISSED = {
 SAMPLE = (
     "centred_72_f32", "log_softmax_64_bf16", "lora_40_f32", "rms_residual_72_f32", "sigmoid_blend_64_bf16",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as found:
-        found.start()
-        yield found
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from tests.faults import corpus, ordinary
 from tests.faults.fault import Mutant
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(packages=("gauntlet", "tests")) as found:
-        found.start()
-        yield found
 
 
 @pytest.fixture(scope="module")

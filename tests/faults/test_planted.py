@@ -5,8 +5,6 @@ The fast suite takes every ninth fault; the slow one takes all and prints the ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from gauntlet.isolate import ForkServer
@@ -19,13 +17,6 @@ from tests.faults.table import Row, bound, table
 ALL = faults()
 SAMPLE = ALL[::9]
 BEHIND = ("loads", "memory", "selftest", "numerics", "gradients", "determinism")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as found:
-        found.start()
-        yield found
 
 
 def judged(fault: Fault, server: ForkServer) -> Judgement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,6 @@ from tests.faults.fault import Mutant
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 FEW = 300
 """Draws: a witness was never further off than the seventieth."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer(packages=("gauntlet", "tests")) as found:
-        found.start()
-        yield found
 
 
 @pytest.fixture(scope="module")
