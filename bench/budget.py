@@ -88,13 +88,14 @@ def curve(library: Library, block: Block, sizes: Sizes, shares: Sequence[float])
         calls[name] = measure.steps(peers.peer(name, block, args, cotangent)[0], args, cotangent)["fb"]
     effort = measure.Effort() if device.type == "cuda" else measure.QUICK  # seconds a step, there
     times = measure.measured(calls, effort, device, "fb", graphs=peers.uncaptured(block))
-    label = block.size_label(sizes)
+    label, right = block.size_label(sizes), calls[peers.EAGER]()
     rows = []
     for share in shares:
         name = ids[share]
         work = front(blueprint, target, aim=within(str(share)))
         row = {"block": block.name, "size": label, "impl": ESPER, "share": share, "artifact": name}
         row |= {"kept_bytes": kept(work, sizes), "peak_bytes": peak(calls[name]), "saved": list(work.saved)}
+        row["off_eager"] = off(calls[name](), right)
         rows.append({**row, "phase": "fb", **times.row(name)})
         say(f"{block.name} {label} {share:g}: {rows[-1]['kept_bytes'] / 2**20:.1f} MiB kept, "
             f"{rows[-1]['wall_ms']:.3f} ms")  # fmt: skip
@@ -103,6 +104,14 @@ def curve(library: Library, block: Block, sizes: Sizes, shares: Sequence[float])
         rows.append({**row, "phase": "fb", **times.row(name)})
         say(f"{block.name} {label} {name}: {rows[-1]['wall_ms']:.3f} ms")
     return rows
+
+
+def off(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """Of gradients: the largest root mean square difference from eager's, over theirs."""
+    pairs = zip(found, right, strict=True)
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)) for a, b in pairs
+    )
 
 
 def _cotangent(block: Block, args: list[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 import esper_ir.text as text
 from bench import budget
 from bench.blocks import available
@@ -20,6 +22,12 @@ def test_figures_are_the_least_budget_beside_the_largest() -> None:
     found = {name.removeprefix("b_8_"): f["value"] for name, f in budget.figures(rows).items()}
     assert (found["kept_share"], found["peak_ratio"], found["time_ratio"]) == (0.25, 0.25, 1.5)
     assert (found["a_peak"], found["a_time"], found["best_time"]) == (2.5, 2.0, 1.2)
+
+
+def test_gradients_are_compared_with_eagers() -> None:
+    right = [torch.ones(8), torch.full((4,), 2.0)]
+    assert budget.off(right, right) == 0
+    assert abs(budget.off([right[0], right[1] * 1.01], right) - 0.01) < 1e-6
 
 
 def test_bytes_are_counted_at_the_size_that_is_timed() -> None:
