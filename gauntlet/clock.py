@@ -25,6 +25,7 @@ class CpuClock:
     """Wall time of every call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
+        self.told: dict[str, Any] = {}
         size = CANARY["cpu"]
         self._a, self._b, self._out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
 
@@ -53,47 +54,45 @@ def _call(fn: Work) -> float:
 
 
 class CardClock:
-    """Device time of graphs, cold. Works that cannot be captured are called."""
+    """Device time of graphs, cold. Works that cannot be captured are called (`told["called"]`); samples that
+    the host was late for are left out (`told["late"]` of them)."""
 
     def __init__(self, device: torch.device, card: Card, dtype: torch.dtype) -> None:
         self.device, self.card = device, card
         size = CANARY["cuda"]
         a, b, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
-        self._scratch = torch.empty(timing.FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._sampler = timing.Sampler()
         self._canary, _ = timing.captured(lambda: torch.mm(a, b, out=out))
         self._runs: dict[int, Work] = {}
-        # Works on several sets of inputs: nobody reads what they give, and a pool each is many times as much.
-        self._pool = torch.cuda.graph_pool_handle()
+        # Works on several sets of inputs: nobody reads what they give, and memory each is many times as much.
+        self._graphs = timing.Graphs()
+        self.told: dict[str, Any] = {"called": [], "late": 0}
 
     def now(self) -> float:
         return time.monotonic()
 
     def launches(self, works: Works, turns: Iterable[int]) -> dict[str, list[float]]:
-        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in works}
+        samples: dict[str, list[timing.Sample]] = {name: [] for name in works}
         for turn in turns:
             for name in rotated(list(works), turn):
-                run = self._captured(works[name][turn % len(works[name])])
-                events[name].append(self._sample(run))
+                run = self._captured(name, works[name][turn % len(works[name])])
+                samples[name].append(self._sampler.sample(run))
         torch.cuda.synchronize(self.device)
-        return {n: [a.elapsed_time(b) * 1000 for a, b in pairs] for n, pairs in events.items()}
+        found = {name: timing.spans(taken) for name, taken in samples.items()}
+        self.told["late"] += sum(len(samples[name]) - len(kept) for name, kept in found.items())
+        return found
 
-    def _captured(self, fn: Work) -> Work:
+    def _captured(self, name: str, fn: Work) -> Work:
         if id(fn) not in self._runs:
-            self._runs[id(fn)] = timing.captured(fn, self._pool)[0]
+            self._runs[id(fn)], graphed = self._graphs.captured(fn)
+            if not graphed and name not in self.told["called"]:
+                self.told["called"].append(name)
         return self._runs[id(fn)]
 
-    def _sample(self, run: Work) -> tuple[Any, Any]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._scratch.zero_()
-        start.record()
-        run()
-        end.record()
-        return start, end
-
     def canary(self) -> float:
-        pairs = [self._sample(self._canary) for _ in range(CANARY_CALLS)]
+        samples = [self._sampler.sample(self._canary) for _ in range(CANARY_CALLS)]
         torch.cuda.synchronize(self.device)
-        return min(a.elapsed_time(b) for a, b in pairs) * 1000
+        return min(timing.spans(samples))
 
     def reading(self) -> Reading:
         return self.card.reading()

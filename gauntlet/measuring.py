@@ -93,7 +93,13 @@ def _measured(
         shapes[at.label] = sample(few, clock, brief, at.primary).to_json()
     at = workload.workload(subject, sizes[-1], job["seed"], compiled)
     shapes[at.label] = sample(at.works, clock, effort, at.primary).to_json()
-    found |= {"dims": at.dims, "label": at.label, "primary": at.primary, "shapes": shapes}
+    found |= {
+        "dims": at.dims,
+        "label": at.label,
+        "primary": at.primary,
+        "shapes": shapes,
+        "clock": clock.told,
+    }
     if job["first"]:
         found["once"] = _once(subject, at, job, card)
     return found

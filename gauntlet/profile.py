@@ -120,7 +120,7 @@ def metrics_of(processes: Sequence[Mapping[str, Any]], job: Job) -> dict[str, An
         "dims": first["dims"], "processes": len(processes), "quick": job.quick, "works": works,
         "batches": sum(s["batches"] for s in series), "voided": sum(s["voided"] for s in series),
         "canary_us": [s["canary_us"] for s in series], "clock_mhz": [s["clock_mhz"] for s in series],
-        "temperature_c": [s["temperature_c"] for s in series],
+        "temperature_c": [s["temperature_c"] for s in series], "clock": [p["clock"] for p in processes],
         "throttled": dict(sum((Counter(s["throttled"]) for s in series), Counter[str]())),
         **{k: once[k] for k in ("nvbench", "card", "energy") if k in once}, "profile": profile,
     }  # fmt: skip

@@ -97,7 +97,9 @@ def _span(values: Sequence[Number]) -> list[float] | str:
 
 
 class Clock(Protocol):
-    """Where and how launches are timed."""
+    """Where and how launches are timed. `told`: what is worth knowing about how it went."""
+
+    told: dict[str, Any]
 
     def now(self) -> float:
         """Seconds."""

@@ -24,6 +24,8 @@ Work = Callable[[], Any]
 FLUSH_BYTES = 256 << 20  # several times the largest second-level cache known (H200: 50 MiB)
 WARM_CALLS = 3
 LEAST_ROUNDS = 6
+MOST_FLUSHES = 64  # 4 ms on an H200: longer than the host needs to enqueue a block, kernel by kernel
+ON_TIME = 50  # samples in a row after which a shorter delay is tried again
 
 
 @dataclass(frozen=True)
@@ -219,30 +221,77 @@ def device_times(
 ) -> dict[str, Timing]:
     """Device time per call. What can be captured is replayed from a CUDA graph; what cannot is called
     (`graphed` says which). The caller keeps inputs alive; results of a captured call are overwritten by
-    each replay."""
+    each replay. Without `graph`, works are called behind one flush, and where that is shorter than the host
+    needs for them, what it needs is in their times."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     with torch.cuda.device(torch.cuda.current_device() if index is None else index), quiet():
         run = {name: captured(fn) if graph else (fn, False) for name, fn in work.items()}
-        scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
-        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in work}
+        sampler = Sampler(flush, most=MOST_FLUSHES if graph and flush else 1)
+        found: dict[str, list[Sample]] = {name: [] for name in work}
         for turn in range(rounds):
             for name in _rotated(list(work), turn):
-                events[name].append(_device_sample(run[name][0], scratch))
+                found[name].append(sampler.sample(run[name][0]))
             torch.cuda.synchronize()
-    out = {}
-    for name, pairs in events.items():
-        spans = tuple(start.elapsed_time(end) * 1000 for start, end in pairs)
-        out[name] = Timing(spans, graphed=run[name][1])
-    return out
+    return {n: Timing(tuple(spans(samples)), graphed=run[n][1]) for n, samples in found.items()}
 
 
-def _device_sample(fn: Work, scratch: torch.Tensor) -> tuple[Any, Any]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    scratch.zero_()
-    start.record()
-    fn()
-    end.record()
-    return start, end
+@dataclass(frozen=True)
+class Sample:
+    """Two events. `late`: the device reached the first one before the host had enqueued all that is between
+    them, so that what the host took is in the time."""
+
+    start: Any
+    end: Any
+    late: bool
+
+
+def spans(samples: Sequence[Sample]) -> list[float]:
+    """Microseconds of those that were not late; of all where every one was."""
+    kept = [s for s in samples if not s.late] or samples
+    return [s.start.elapsed_time(s.end) * 1000 for s in kept]
+
+
+@dataclass
+class Delay:
+    """How many flushes the samples of one work are behind: after a late one twice as many, up to `most`;
+    after ON_TIME in a row half as many."""
+
+    most: int
+    flushes: int = 1
+    on_time: int = 0
+
+    def late(self, reached: bool) -> bool:
+        """Whether a sample was. `reached`: the device was at its start when all of it was enqueued. Behind as
+        many flushes as there may be none is late: such a work waits for the device itself."""
+        if not reached:
+            self.on_time += 1
+            if self.on_time >= ON_TIME and self.flushes > 1:
+                self.flushes, self.on_time = self.flushes // 2, 0
+            return False
+        excused = self.flushes >= self.most
+        self.flushes, self.on_time = min(2 * self.flushes, self.most), 0
+        return not excused
+
+
+class Sampler:
+    """Samples behind flushes of the second-level cache, which keep the device busy while the host
+    enqueues."""
+
+    def __init__(self, flush: bool = True, most: int = MOST_FLUSHES) -> None:
+        self._scratch = torch.empty(FLUSH_BYTES if flush else 1, dtype=torch.uint8, device="cuda")
+        self._most = most
+        self._delays: dict[int, Delay] = {}
+
+    def sample(self, fn: Work) -> Sample:
+        """One call, enqueued; the caller holds on to `fn`."""
+        delay = self._delays.setdefault(id(fn), Delay(self._most))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(delay.flushes):
+            self._scratch.zero_()
+        start.record()
+        fn()
+        end.record()
+        return Sample(start, end, delay.late(start.query()))
 
 
 class Replay:
@@ -262,10 +311,23 @@ def _side(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
+class Graphs:
+    """Graphs that lie in the same memory: their results last until the next replay of any of them."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def captured(self, fn: Work) -> tuple[Work, bool]:
+        """As `captured`."""
+        run, graphed = captured(fn, self._pool)
+        if not graphed:  # torch's allocator takes that capture for unfinished and refuses all others there
+            self._pool = torch.cuda.graph_pool_handle()
+        return run, graphed
+
+
 def captured(fn: Work, pool: Any = None) -> tuple[Work, bool]:
-    """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured. Graphs
-    with one `pool` (torch.cuda.graph_pool_handle) lie in the same memory: their results last until the next
-    replay of any of them."""
+    """(replay, True) of a CUDA graph of one call, or (fn, False) when the call cannot be captured. `pool`:
+    the memory that it lies in, one of its own where there is none."""
     side = _side(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

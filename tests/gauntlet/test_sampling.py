@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ class Fake:
     """A clock on which a launch takes what `take` says, and the canary what `canaries` says."""
 
     def __init__(self, canaries: Iterable[float] = (), throttled: tuple[str, ...] = (), noise: float = 0.0):
-        self.time, self.turns = 0.0, list[int]()
+        self.time, self.turns, self.told = 0.0, list[int](), dict[str, Any]()
         self.canaries, self.throttled, self.noise = iter(canaries), throttled, noise
         self.draw = random.Random(0)
 

@@ -91,6 +91,59 @@ def test_a_replay_keeps_what_it_reads() -> None:
     assert known() is None
 
 
+def test_the_delay_before_a_sample_follows_what_the_host_needs() -> None:
+    """A host that takes as long as three flushes: two samples are late, then one of every ON_TIME."""
+    delay = timing.Delay(most=8)
+    late = [delay.late(reached=delay.flushes <= 3) for _ in range(3 * timing.ON_TIME)]
+    assert late[:3] == [True, True, False] and delay.flushes in (2, 4)
+    assert sum(late) == 2 + 2, "shorter delays are tried again"
+    quick = timing.Delay(most=8)
+    assert not any(quick.late(reached=False) for _ in range(200)) and quick.flushes == 1
+
+
+def test_a_work_that_waits_for_the_device_has_samples_all_the_same() -> None:
+    delay = timing.Delay(most=8)
+    late = [delay.late(reached=True) for _ in range(10)]
+    assert late == [True] * 3 + [False] * 7 and delay.flushes == 8
+
+
+def test_late_samples_are_left_out_where_others_are_there() -> None:
+    class At:
+        def __init__(self, ms: float) -> None:
+            self.ms = ms
+
+        def elapsed_time(self, end: At) -> float:
+            return end.ms - self.ms
+
+    late, good = timing.Sample(At(0.0), At(9.0), True), timing.Sample(At(1.0), At(3.0), False)
+    assert timing.spans([late, good, late]) == [2000.0] and timing.spans([late]) == [9000.0]
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_is_in_no_sample() -> None:
+    """A call that the host is a millisecond late with, of work that takes the device a few microseconds."""
+    x = torch.ones(1 << 10, device="cuda")
+
+    def slowly() -> None:
+        x.add_(1)
+        time.sleep(0.001)
+        x.add_(1)
+
+    sampler = timing.Sampler()
+    taken = [sampler.sample(slowly) for _ in range(40)]
+    torch.cuda.synchronize()
+    assert taken[0].late and not taken[-1].late
+    assert max(timing.spans(taken)) < 500.0 < timing.spans(taken[:1])[0]
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_leaves_others_their_graphs() -> None:
+    x, graphs = torch.ones(8, device="cuda"), timing.Graphs()
+    assert graphs.captured(lambda: x + 1)[1]
+    assert not graphs.captured(lambda: (x + 1).sum().item())[1], "it waits for the device"
+    assert graphs.captured(lambda: x + 1)[1]
+
+
 @pytest.mark.gpu
 def test_what_is_captured_again_and_again_takes_no_more_memory() -> None:
     """Many works of a large block, on several sets of inputs, would fill any card otherwise."""
@@ -99,9 +152,9 @@ def test_what_is_captured_again_and_again_takes_no_more_memory() -> None:
     def work() -> torch.Tensor:
         return (x + 1).mul(2).sin()
 
-    pool = torch.cuda.graph_pool_handle()
-    kept = [timing.captured(work, pool)]
+    graphs = timing.Graphs()
+    kept = [graphs.captured(work)]
     once = torch.cuda.memory_reserved()
-    kept += [timing.captured(work, pool) for _ in range(8)]
+    kept += [graphs.captured(work) for _ in range(8)]
     assert all(graphed for _, graphed in kept)
     assert torch.cuda.memory_reserved() < once + 2 * x.nbytes
