@@ -23,7 +23,12 @@ COTANGENT = "cotangent:"
 HALVED = {f"from {n} bytes on": n for n in (8, 16)}
 """Where vectors of 8 or 16 bytes may be loaded and no longer ones: allocations begin at more."""
 LAYOUTS = (*(name for name in oracle.LAYOUTS if name != "dense"), *HALVED)
-COTANGENTS = ("ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "large")
+COTANGENTS = (
+    "ones", "rows", "columns", "one-hot", "zeros", "gaps", "strided", "alternating", "parts",
+)  # fmt: skip
+PART = 16
+"""Neighbours that are alike in "parts", a hundred times normal: what flows back from sums over parts of a
+row."""
 OWN_DRAWS = (
     "unit", "negative", "sunk", "zeros", "gaps", "spikes", "tiny", "integers", "uneven", "above", "below",
     "tail", "dip", "holed", "seesaw",
@@ -43,7 +48,7 @@ END = "end"
 """Of a cotangent: only the last row flows back, where loops over rows end; nothing hides what it gives."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 KEPT, TILE = 24, 1 << 20
-"""Drawn weights kept at a time; elements of a weight that are drawn."""
+"""Drawn weights kept at a time; elements that are drawn of a tensor that has more."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
 
 
@@ -125,11 +130,14 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if fixed and key in subject.kept:
         return subject.kept[key]
     generator = torch.Generator().manual_seed(seed)
-    drawn = (_tiled if fixed else _draw)(recipe.draw, leaf.type, recipe, generator, limit)
+    # Draws other than "normal" mean something by rows, and cases of theirs are small.
+    some = _drawn_rows(leaf.type, recipe) if fixed or recipe.draw == "normal" else 0
+    few = replace(leaf.type, shape=(Dim.of(some), *leaf.type.shape[1:])) if some else leaf.type
+    drawn = _draw(recipe.draw, few, recipe, generator, limit)
     scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
     if leaf.type.dtype.is_floating and scale != 1.0:
         drawn = (drawn.double() * scale).to(drawn.dtype)
-    drawn = drawn.to(where)
+    drawn = _over_all(drawn.to(where), leaf.type, recipe)
     if fixed:
         if len(subject.kept) >= KEPT:
             subject.kept.clear()
@@ -144,18 +152,21 @@ def parameter_scale(kind: TensorType) -> float:
     return 2.0 ** -round(log2(rows) / 2) if rows else 1.0
 
 
-def _tiled(
-    name: str, kind: TensorType, recipe: Recipe, generator: torch.Generator, below: Dim | None
-) -> Tensor:
-    """A large weight is drawn over its first rows, a number that no tile divides, and goes on with these."""
-    rows = kind.shape[0].static if kind.rank > 1 else None
-    width = prod(d.static or 1 for d in kind.shape[1:])
-    some = max(TILE // max(width, 1), 1) | 1
-    if rows is None or rows <= some:
-        return _draw(name, kind, recipe, generator, below)
-    few = replace(kind, shape=(Dim.of(some), *kind.shape[1:]))
-    drawn = _draw(name, few, recipe, generator, below)
-    return drawn.repeat(-(-rows // some), *[1] * (kind.rank - 1))[:rows]
+def _drawn_rows(kind: TensorType, recipe: Recipe) -> int:
+    """Of a large tensor only the first rows are drawn, a number that no tile divides; 0 for all of them."""
+    if kind.rank < 2:
+        return 0
+    rows, *rest = (d.value(recipe.dims) for d in kind.shape)
+    some = max(TILE // max(prod(rest), 1), 1) | 1
+    return some if some < rows else 0
+
+
+def _over_all(drawn: Tensor, kind: TensorType, recipe: Recipe) -> Tensor:
+    """All rows: it goes on with those that were drawn."""
+    rows = kind.shape[0].value(recipe.dims) if kind.rank else 1
+    if kind.rank < 2 or len(drawn) >= rows:
+        return drawn
+    return drawn.repeat(-(-rows // len(drawn)), *[1] * (kind.rank - 1))[:rows]
 
 
 def _draw(
@@ -269,6 +280,9 @@ def _cotangent(
         dense = _draw(recipe.cotangent, kind, recipe, generator, None)
     elif recipe.cotangent == "zeros":
         dense = torch.zeros(shape, dtype=dtype)
+    elif recipe.cotangent == "normal" and (some := _drawn_rows(kind, recipe)):
+        drawn = torch.randn((some, *shape[1:]), generator=generator).to(dtype)
+        dense = _over_all(drawn.to(device), kind, recipe)
     else:
         dense = torch.randn(shape, generator=generator).to(dtype)
     if stored is None:
@@ -289,11 +303,13 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
         flat = dense.abs().reshape(-1)
         flat[1::2] *= -1
         return flat.reshape(dense.shape)
+    if kind == "parts" and dense.dim():
+        return dense[..., ::PART].repeat_interleave(PART, -1)[..., : dense.shape[-1]].contiguous() * 100
     if kind == "gaps":
         return torch.where(_gaps(tuple(dense.shape), generator), 0.0, dense)
     if kind == "seesaw" and dense.dim():
         return (dense.double() / _seesaw(dense, dense.dtype)).to(dense.dtype)
-    return dense * 100 if kind == "large" else dense
+    return dense
 
 
 def direction(recipe: Recipe, name: str, value: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Values at the ends of what a type holds, in one tensor at a time: two that are far out hide each other.
 
 infinite    a few infinities of either sign, in rows of their own, among small exact numbers and zeros; the
-            others have many exact zeros, so that infinities meet them
+            others have many exact zeros, and as many numbers that are nearly nothing, so that infinities meet
+            both
 small       so small that a product of three is nothing; also all of them
 huge        so large that the square of it is almost too large
 subnormal   about the smallest normal number; on the CPU only: on a card the functions of the compiler take
@@ -36,9 +37,10 @@ from gauntlet.subject import Subject
 FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
 AGAINST, OVER, APART = " against ", " over ", "apart"
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
-OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
-"""How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
-"""
+SPECKS = "specks"
+OTHERS = {INFINITE: SPECKS, "small": "ties", "subnormal": "ties"}
+"""How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero;
+and next to nothing is not zero where it meets an infinity."""
 COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
 LEAVES, OPPOSED = 8, 4
 """Leaves that are taken to the ends, of a block with more; and that are tried against every other."""
@@ -156,11 +158,16 @@ def drawn(
     if how == UNDEFINED:
         value = _infinite(shape, generator, most)
         return value.masked_fill(value.isinf(), torch.nan).to(out)
+    if how == SPECKS:
+        tiny = torch.rand(shape, generator=generator) < 0.5
+        factor = (SHORT if dtype is DType.float16 else WIDE)["small"]
+        halves = torch.randint(-2, 3, shape, generator=generator).double() / 2
+        return torch.where(tiny, halves * factor, halves).to(out)
     if how in (INFINITE, FEW):
         return (_infinite(shape, generator, most) if how == INFINITE else few(shape, generator)).to(out)
     factor = (SHORT if dtype is DType.float16 else WIDE)[how]
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * factor).to(out)
 
 
-OWN = (INFINITE, UNDEFINED, FEW, *WIDE)
+OWN = (INFINITE, UNDEFINED, FEW, SPECKS, *WIDE)
 """What `drawn` knows."""

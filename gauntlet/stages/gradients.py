@@ -1,7 +1,8 @@
 """Every gradient against float64 autograd of the reference, through the same path that training takes.
 
 gradients asked for     all, each alone, all but one
-cotangents              random, ones and rows with stride 0, one-hot, zeros, runs of zeros, transposed, absent
+cotangents              random, ones and rows with stride 0, alike in parts, one-hot, zeros, runs of zeros,
+                        transposed, absent
 heavy sums              leaves and cotangents of one sign, exact, or with rows that one element outweighs
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
@@ -12,7 +13,7 @@ Beside the cases the report gets `parameters`: how many tensors there are that a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -50,14 +51,14 @@ SLACK = 16.0
 @dataclass(frozen=True)
 class _Case:
     """Leaves by name and a cotangent per output, as the artifact gets them and as the reference takes them,
-    and the gradients in float64 and of eager torch."""
+    and the gradients in float64 and of eager torch, by whether it ran near the reference."""
 
     values: Mapping[str, Tensor]
     flowing: Sequence[Tensor | None]
     meant: Mapping[str, Tensor]
     meant_flow: Sequence[Tensor | None]
     exact: Mapping[str, Tensor]
-    eager: Mapping[str, Tensor]
+    eager: dict[bool, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 _kept: WeakKeyDictionary[Subject, dict[tuple[Any, ...], _Case]] = WeakKeyDictionary()
@@ -149,14 +150,14 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     if recipe.layout == DIRECTIONAL:
         return _directional(context, recipe)
     case = _case(subject, recipe)
-    exact, eager, meant, flowing = case.exact, case.eager, case.meant, case.meant_flow
+    exact, meant, flowing = case.exact, case.meant, case.meant_flow
     with context.launching():
         found = subject.trained(case.values, case.flowing, recipe.wanted)
     found = hosted.named(found, hosted.device(subject, recipe.dims))
-    rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
-    for label, got, wanted, _ in rows:
-        if got.shape != wanted.shape:
-            return Failed(f"{label} has the shape {list(got.shape)} instead of {list(wanted.shape)}")
+    for name in recipe.wanted:
+        got, wanted = list(found[name].shape), list(exact[name].shape)
+        if got != wanted:
+            return Failed(f"d({name}) has the shape {got} instead of {wanted}")
 
     def flat() -> dict[str, Tensor]:
         found = meaning.gradients(subject, meant, flowing, recipe.wanted, "float64", flat=True)
@@ -166,7 +167,12 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return meaning.by_rules(subject, meant, flowing)
 
     others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
-    outcome = accuracy.all_of(subject, recipe, rows, others)
+
+    def judge(eager: Mapping[str, Tensor]) -> Outcome:
+        rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
+        return accuracy.all_of(subject, recipe, rows, others)
+
+    outcome = hosted.judged(subject, recipe.dims, lambda near: _eager(subject, recipe, case, near), judge)
     if isinstance(outcome, Failed) and not _means_one_thing(subject, case):
         return Skipped("ways to write the function differ in where it is inf or NaN")
     return outcome
@@ -197,14 +203,22 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
     flowing, here = inputs.cotangents(subject, recipe), hosted.device(subject, recipe.dims)
     meant_flow = flowing if here == subject.device else inputs.cotangents(subject, recipe, here)
     exact = meaning.gradients(subject, meant, meant_flow, recipe.wanted, "float64")
-    eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
-    made = _Case(values, flowing, meant, meant_flow, exact, eager)
+    made = _Case(values, flowing, meant, meant_flow, exact)
     elements = subject.elements(recipe.dims)
     if elements <= DEEP and not subject.heavy:
         while len(kept) >= (KEPT if elements <= KEPT_ELEMENTS else 1):
             kept.pop(next(iter(kept)))
         kept[key] = made
     return made
+
+
+def _eager(subject: Subject, recipe: Recipe, case: _Case, near: bool) -> Mapping[str, Tensor]:
+    """Of all that the case was made for: fewer gradients may be asked for by the next recipe."""
+    if near not in case.eager:
+        leaves, flowing = (case.meant, case.meant_flow) if near else (case.values, case.flowing)
+        found = meaning.gradients(subject, leaves, flowing, case.exact, "declared")
+        case.eager[near] = hosted.named(found, hosted.device(subject, recipe.dims))
+    return case.eager[near]
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:
@@ -219,19 +233,25 @@ def _directional(context: Context, recipe: Recipe) -> Outcome:
     with context.launching():
         found = subject.trained(values, flowing, recipe.wanted)
     found = hosted.named(found, here)
-    eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
-    got, theirs = _dot(found, along), _dot(eager, along)
-    scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in eager.items())
-    unit = max(float(torch.finfo(g.dtype).eps) for g in eager.values())
-    allowed = SLACK * abs(theirs - wanted) + unit * scale + 1e-6 * scale
-    if not abs(got - wanted) <= allowed:
-        return Failed(
-            f"along a direction the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})"
-        )
-    return Passed()
+    got = _dot(found, along)
+
+    def eager(near: bool) -> Mapping[str, Tensor]:
+        leaves, flow = (meant, meant_flow) if near else (values, flowing)
+        return hosted.named(meaning.gradients(subject, leaves, flow, recipe.wanted, "declared"), here)
+
+    def judge(theirs: Mapping[str, Tensor]) -> Outcome:
+        scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in theirs.items())
+        unit = max(float(torch.finfo(g.dtype).eps) for g in theirs.values())
+        allowed = SLACK * abs(_dot(theirs, along) - wanted) + unit * scale + 1e-6 * scale
+        if not abs(got - wanted) <= allowed:
+            told = f"the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})"
+            return Failed(f"along a direction {told}")
+        return Passed()
+
+    return hosted.judged(subject, recipe.dims, eager, judge)
 
 
-def _dot(gradients: dict[str, Tensor], along: dict[str, Tensor]) -> float:
+def _dot(gradients: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> float:
     return sum(float((g.double() * along[n]).sum()) for n, g in gradients.items())
 
 

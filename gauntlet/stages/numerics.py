@@ -8,7 +8,7 @@ range, and layouts without a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -145,7 +145,6 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return _refused(context, values)
     here = hosted.device(subject, recipe.dims)
     exact = meaning.outputs(subject, meant, "float64")
-    eager = meaning.outputs(subject, values, "declared")
     try:
         with context.launching():
             plain = subject.infer(values)
@@ -154,14 +153,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         if recipe.layout != "dense" and error.code in LAYOUT_REFUSALS:
             return Passed()
         raise
-    count = len(exact)
-    home = hosted.fetched([*eager, *plain, *trained], here)
-    eager, plain, trained = home[:count], home[count : 2 * count], home[2 * count :]
-    rows = [
-        (name + phase, got, wanted, theirs)
-        for found, phase in ((plain, ""), (trained, " (training)"))
-        for name, got, wanted, theirs in zip(subject.blueprint.outputs, found, exact, eager, strict=True)
-    ]
+    home = hosted.fetched([*plain, *trained], here)
+    plain, trained = home[: len(exact)], home[len(exact) :]
+
+    def eager(near: bool) -> list[Tensor]:
+        return hosted.fetched(meaning.outputs(subject, meant if near else values, "declared"), here)
 
     def named(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n + phase: t for phase in ("", " (training)") for n, t in found.items()}
@@ -172,7 +168,16 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 
     forms = (flat, lambda: named(meaning.by_bodies(subject, meant)))
     others = accuracy.Others(lambda turn: named(meaning.rounded(subject, meant, None, turn)), forms)
-    return accuracy.all_of(subject, recipe, rows, others)
+
+    def judge(theirs: Sequence[Tensor]) -> Outcome:
+        rows = [
+            (name + phase, got, wanted, other)
+            for found, phase in ((plain, ""), (trained, " (training)"))
+            for name, got, wanted, other in zip(subject.blueprint.outputs, found, exact, theirs, strict=True)
+        ]
+        return accuracy.all_of(subject, recipe, rows, others)
+
+    return hosted.judged(subject, recipe.dims, eager, judge)
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

@@ -75,8 +75,11 @@ def test_small_weights_beside_a_bias(server: ForkServer, tmp_path: Path) -> None
     block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "scale_shift_40_f32"), "cpu")
     small = [m for m in faults.KINDS["range cut at an end"].mutants(block) if "1: tiny" in m.place]
     for planted in faults._written(tmp_path, block, [m for m in small if m.kernel == "inf0_0_g"], 0):
-        found = judge((tmp_path / planted.file).read_bytes(), "cpu", server, quick=True, seed=2)
-        assert found.passed is False and ", lone w: " in found.reason, found.reason
+        data = (tmp_path / planted.file).read_bytes()
+        for draw, right in (("lone w", False), ("small w", True)):
+            case = Recipe("numerics", {"rows": 8}, draw, seed=2).to_json()
+            found = judge(data, "cpu", server, seed=2, stages=("numerics",), recipe=case)
+            assert found.passed is right, found.reason
     assert small
 
 
@@ -121,6 +124,42 @@ def test_an_infinity_shows_beside_what_it_becomes_by_a_long_way() -> None:
     assert len(told) == 9
     assert [d for d in told if shown(d)] == ["infinite x against w1", "infinite x against w2"]
     assert not any(shown(d) for d in ranges.names(subject))
+
+
+def _subject(name: str) -> Subject:
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == name), "cpu")
+    return Subject(unpack(block.container), torch.device("cpu"))
+
+
+def test_an_infinity_meets_next_to_nothing() -> None:
+    """tanh(x w) + x, with small weights taken for zero: infinity times them is infinity, times zero none."""
+    subject = _subject("tanh_residual_40_f32")
+
+    def shown(draw: str) -> bool:
+        drawn = inputs.values(subject, Recipe("numerics", subject.base_dims(), draw, seed=2))
+        x, w = drawn["x"].double(), drawn["w"].double()
+        cut = torch.where(w.abs() < 1e-12, 0.0, w)
+        right, wrong = (oracle.classes(torch.tanh(x * v) + x) for v in (w, cut))
+        return bool((right != wrong).any())
+
+    assert [d for d in ranges.names(subject) if shown(d)] == ["infinite x"]
+
+
+def test_rows_that_begin_alike_and_go_on_otherwise() -> None:
+    """Where all of a row flows back alike, the gradient of a softmax is nothing, and so is a share of it."""
+    subject = _subject("softmax_40_f32")
+
+    def off(cotangent: str) -> float:
+        recipe = Recipe("gradients", subject.base_dims(), "normal", cotangent=cotangent, seed=2)
+        y = torch.softmax(inputs.values(subject, recipe)["x"].double(), -1)
+        (flow,) = inputs.cotangents(subject, recipe)
+        assert flow is not None
+        alike = (flow[:, :1] == flow[:, 1:4]).all(1, keepdim=True) & (flow[:, :1] != 0)
+        right = y * (flow - (y * flow).sum(1, keepdim=True))
+        return float((right * alike).abs().max())
+
+    shown = [c for c in inputs.cotangent_kinds(subject) if off(c) > 1e-6]
+    assert shown == ["parts"]
 
 
 def test_every_region_is_tried_where_it_ends() -> None:

@@ -7,11 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
-from gauntlet.stage import LEAST_CASES, WARM, Pace
+from gauntlet import hosted, inputs
+from gauntlet.stage import LEAST_CASES, WARM, Failed, Outcome, Pace, Passed, Recipe
+from gauntlet.subject import Subject
+from library.manifest import unpack
+from tests.faults import corpus
 
 STAGES = ("numerics", "gradients", "selftest")
 
@@ -67,3 +72,57 @@ def test_dear_cases_are_spread_and_the_last_stays() -> None:
 
 def test_a_budget_that_is_spent_still_tries_a_few() -> None:
     assert len(_walked([0.9] * 100, 1.0)) >= LEAST_CASES - 1
+
+
+CARD = cast(Subject, type("OnACard", (), {"device": torch.device("cuda", 0)})())
+
+
+def _asked(near: Any, there: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, list[bool]]:
+    """`near`, `there`: whether what eager gave in either place lets the artifact pass, or an error."""
+    asked: list[bool] = []
+
+    def eager(close: bool) -> bool:
+        asked.append(close)
+        given = near if close else there
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    monkeypatch.setattr(hosted, "device", lambda subject, dims: torch.device("cpu"))
+    judge = lambda good: Passed({"by": asked[-1]}) if good else Failed(f"by {asked[-1]}")  # noqa: E731
+    return hosted.judged(CARD, {}, eager, judge), asked
+
+
+def test_what_passes_by_the_near_one_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = _asked(True, RuntimeError("is not asked"), monkeypatch)
+    assert found == Passed({"by": True}) and asked == [True]
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_nothing_is_refused_before_the_device_was_asked(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = _asked(False, good, monkeypatch)
+    assert asked == [True, False] and isinstance(found, Passed if good else Failed)
+
+
+def test_what_torch_has_only_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = NotImplementedError("\"some_kernel\" not implemented for 'Half'")
+    found, asked = _asked(missing, True, monkeypatch)
+    assert found == Passed({"by": False}) and asked == [True, False]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _asked(RuntimeError("out of memory"), True, monkeypatch)
+
+
+def test_large_cases_are_drawn_in_part() -> None:
+    """Of what is larger than TILE the first rows are drawn, a number that no tile divides."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == "layer_norm_40_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    recipe = Recipe("gradients", {"rows": 100_000}, "normal", cotangent="normal", seed=1)
+    (flow,) = inputs.cotangents(subject, recipe)
+    assert flow is not None
+    for drawn in (inputs.values(subject, recipe)["x"], flow):
+        first = inputs.TILE // 40 | 1
+        assert drawn.shape == (100_000, 40) and first % 2
+        assert torch.equal(drawn[first : 2 * first], drawn[:first])
+        assert drawn[:first].unique(dim=0).shape[0] == first
+    small = inputs.values(subject, Recipe("gradients", {"rows": 100}, "normal", seed=1))["x"]
+    assert small.unique(dim=0).shape[0] == 100
