@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ SHORT_ROW = 16
 class Comparison:
     """`rmse_ratio`: own RMSE over eager's (0 when both are exact, inf when only eager is). `worst_margin`:
     largest error in units of its bound (passes up to 1), at index `where`; `rmse_margin`: own RMSE in
-    units of what is allowed. `reason`: one sentence when it did not pass.
+    units of what is allowed. `reason`: one sentence when it did not pass. `top`: the largest magnitude of the
+    result and of the float64 meaning, inf beside infinities and NaN.
     """
 
     passed: bool
@@ -69,6 +70,11 @@ class Comparison:
     where: tuple[int, ...] | None
     reason: str = ""
     rmse_margin: float = 0.0
+    top: float = math.inf
+
+    def far_from_overflow(self, dtype: DType) -> bool:
+        """Whether even the square of every element is a number of the type."""
+        return self.top <= math.sqrt(_LARGEST[dtype])
 
 
 def element_bound(fp64: Tensor, eager: Tensor, accumulation: int, dtype: DType) -> Tensor:
@@ -165,8 +171,10 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
         return _failed(f"the result is {found} instead of {dtype.value}{list(fp64.shape)}")
     if not dtype.is_floating:
         return _exact(result, fp64)
-    if all(_top(t) <= _LARGEST[dtype] for t in (result, fp64, eager)):
-        return _judge(result, fp64, eager, accumulation, dtype)
+    tops = [_top(t) for t in (result, fp64, eager)]
+    if all(top <= _LARGEST[dtype] for top in tops):
+        found = _judge(result, fp64, eager, accumulation, dtype)
+        return replace(found, top=max(tops[:2]))
     kind, meant, plain = classes(result), classes(fp64.to(result.dtype)), classes(eager)
     wrong = (kind != meant) & ((meant == plain) | (kind != plain))
     if bool(wrong.any()):

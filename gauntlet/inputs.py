@@ -47,8 +47,8 @@ LIFT = {torch.float16: 5.0}
 END = "end"
 """Of a cotangent: only the last row flows back, where loops over rows end; nothing hides what it gives."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
-KEPT, TILE = 24, 1 << 20
-"""Drawn weights kept at a time; elements that are drawn of a tensor that has more."""
+TILE = 1 << 20
+"""Elements that are drawn of a tensor that has more."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
 
 
@@ -127,8 +127,8 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed, where.type)
-    if fixed and key in subject.kept:
-        return subject.kept[key]
+    if fixed and (kept := subject.kept.get(key)) is not None:
+        return kept
     generator = torch.Generator().manual_seed(seed)
     # Draws other than "normal" mean something by rows, and cases of theirs are small.
     some = _drawn_rows(leaf.type, recipe) if fixed or recipe.draw == "normal" else 0
@@ -139,9 +139,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
         drawn = (drawn.double() * scale).to(drawn.dtype)
     drawn = _over_all(drawn.to(where), leaf.type, recipe)
     if fixed:
-        if len(subject.kept) >= KEPT:
-            subject.kept.clear()
-        subject.kept[key] = drawn
+        subject.kept.put(key, drawn)
     return drawn
 
 

@@ -27,7 +27,9 @@ from runtime.sandbox import ROOT
 
 MANY = 1 << 20
 BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MAPPED = 32 << 20
+"""Bytes from which on memory that was freed goes back: the most that mallopt takes for it."""
 MEMORY_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 CUDA_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "device-side assert")
 
@@ -118,7 +120,7 @@ def _keep_pages() -> None:
     """Memory that was freed stays with the process (mallopt: no mappings of their own, no trimming): large
     tensors come and go by the thousand, and the system would clear every page of each."""
     libc = ctypes.CDLL(None)
-    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+    for option, value in ((M_MMAP_THRESHOLD, MAPPED), (M_TRIM_THRESHOLD, 2**31 - 1)):
         if hasattr(libc, "mallopt"):
             libc.mallopt(option, value)
 

@@ -1,8 +1,7 @@
 """Values at the ends of what a type holds, in one tensor at a time: two that are far out hide each other.
 
 infinite    a few infinities of either sign, in rows of their own, among small exact numbers and zeros; the
-            others have many exact zeros, and as many numbers that are nearly nothing, so that infinities meet
-            both
+            others have many exact zeros, so that infinities meet them
 small       so small that a product of three is nothing; also all of them
 huge        so large that the square of it is almost too large
 subnormal   about the smallest normal number; on the CPU only: on a card the functions of the compiler take
@@ -19,6 +18,9 @@ turned      one leaf all negative among others that are all positive, under infi
 against     "infinite x against w": the same forwards. Infinities in x among others that are all positive, but
             for w, which is all negative: what x becomes by a long way (inf - inf in a product) does not hide
             what it is by a short one. Against itself: no other is negative
+among       "infinite x among specks": the others are zero, or whole, half and next to nothing, so that
+            infinities meet that too: it is not zero. Of blocks without sums only: what it leaves of one that
+            cancels depends on the order
 over        "far w over x": w far out (eight times normal), x huge. A share that is almost nothing is felt in
             a product with a number that is far larger than what stands beside it. Shares of exp(-87) and less
             are subnormal, and a card's functions give zero for them: no row of eight times normal has any
@@ -29,18 +31,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esper_ir.opdef import Opaque
+from esper_ir.opdef import Creation, Movement, Opaque, Pointwise
 from esper_ir.registry import lookup
 from esper_ir.types import DType
 from gauntlet.subject import Subject
 
 FAR, INFINITE, FEW, TURNED, UNDEFINED = "far", "infinite", "few", "turned", "undefined"
-AGAINST, OVER, APART = " against ", " over ", "apart"
+AGAINST, OVER, AMONG, APART = " against ", " over ", " among ", "apart"
 HOW = (INFINITE, "small", "huge", "subnormal", FAR)
+OTHERS = {INFINITE: "ties", "small": "ties", "subnormal": "ties"}
+"""How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero.
+"""
 SPECKS = "specks"
-OTHERS = {INFINITE: SPECKS, "small": "ties", "subnormal": "ties"}
-"""How the other leaves are drawn, where not normal: what is lost in a sum shows where the rest of it is zero;
-and next to nothing is not zero where it meets an infinity."""
 COTANGENTS = (FEW, INFINITE, UNDEFINED, "small", "huge", "subnormal")
 LEAVES, OPPOSED = 8, 4
 """Leaves that are taken to the ends, of a block with more; and that are tried against every other."""
@@ -55,7 +57,17 @@ elements."""
 
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     """Draws of this block, leaf by leaf."""
-    return ["small", *(f"{h} {n}" for n in leaves(subject) for h in _possible(subject, how))]
+    among = f"{AMONG}{SPECKS}" if _elementwise(subject) else ""
+    possible = _possible(subject, how)
+    return [
+        "small",
+        *(f"{h} {n}{among if h == INFINITE else ''}" for n in leaves(subject) for h in possible),
+    ]
+
+
+def _elementwise(subject: Subject) -> bool:
+    kinds = (Pointwise, Movement, Creation)
+    return all(isinstance(lookup(node.op).lowering, kinds) for node in subject.flat.nodes)
 
 
 def opposed(subject: Subject) -> list[str]:
@@ -112,6 +124,11 @@ def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
     return [h for h in how if h not in left_out]
 
 
+def at_an_end(how: str) -> bool:
+    """Of a draw or a cotangent: whether it has infinities, what is nearly one, or what is held by itself."""
+    return how.partition(" ")[0] in (INFINITE, UNDEFINED, TURNED, FAR, "huge", "special")
+
+
 def of_leaf(draw: str, leaf: str) -> str:
     """How a leaf is drawn in a draw of the whole block; draws of other kinds are the same for all leaves."""
     how, _, moved = draw.partition(" ")
@@ -119,6 +136,9 @@ def of_leaf(draw: str, leaf: str) -> str:
         return "below" if moved == leaf else "above"
     if how not in HOW or not moved:
         return draw
+    moved, _, among = moved.partition(AMONG)
+    if among:
+        return how if moved == leaf else among
     moved, _, lifted = moved.partition(OVER)
     if lifted and leaf in (moved, lifted):
         return "huge" if leaf == lifted else APART

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +219,7 @@ def judge(
     """
     began = time.monotonic()
     job = {"device": device, "quick": quick, "seed": seed, "stages": stages, "recipe": recipe}
-    limits = limits or (Limits() if device == "cpu" else Limits(output_bytes=4 << 30, address_space=False))
+    limits, enough = (limits, True) if limits else limits_of(container, device)
 
     def tell(event: Event) -> None:
         if progress:
@@ -231,6 +233,10 @@ def judge(
     ending = ended()
     if ending.kind in (ENDLESS, MEMORY, MACHINE):
         ending = ended()
+    if ending.kind == MEMORY and not enough:
+        ending = replace(
+            ending, kind=MACHINE, detail=f"{ending.detail}; this machine has too little to judge it"
+        )
     found = _judgement(ending, time.monotonic() - began)
     if (
         found.passed is False
@@ -242,6 +248,31 @@ def judge(
         made = server.run("gauntlet.judge:materialise", encode_job(remake, container), Limits())
         found = replace(found, spill=made.spill)
     return found
+
+
+OWN_COPIES, MOST_OF_MACHINE = 16, 0.75
+"""Weights in float64 that the judge itself may hold (gradients in several forms, under roundings); of the
+memory of this machine."""
+
+
+def limits_of(container: bytes, device: str) -> tuple[Limits, bool]:
+    """What a worker may use: beside the candidate's share the judge's own copies of weights. Whether this
+    machine has as much."""
+    if device != "cpu":
+        return Limits(output_bytes=4 << 30, address_space=False), True
+    wanted = Limits().memory_bytes + OWN_COPIES * _weight_bytes(container)
+    there = int(MOST_OF_MACHINE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return Limits(memory_bytes=max(min(wanted, there), Limits().memory_bytes)), wanted <= there
+
+
+def _weight_bytes(container: bytes) -> int:
+    """In float64, of all inputs of one size; 0 where the manifest is no manifest, as the worker will say."""
+    try:
+        inputs = unpack(container).manifest["launch"]["interface"]["inputs"]
+        shapes = [s["shape"] for s in inputs]
+        return 8 * sum(prod(s) for s in shapes if s and all(isinstance(n, int) for n in s))
+    except (EsperError, KeyError, TypeError, ValueError):
+        return 0
 
 
 def _judgement(ending: Ending, seconds: float) -> Judgement:

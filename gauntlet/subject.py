@@ -20,6 +20,7 @@ from esper_ir.opdef import Val
 from esper_ir.ops.attention import OPENED
 from esper_ir.show import flops
 from esper_ir.types import Dim, DType, TensorType
+from gauntlet.kept import Kept
 from library import launch as launch_manifest
 from library.launch import DimSource, ExternStep, Guard, LaunchManifest, Plan, evaluate
 from library.manifest import Container, blueprint_text
@@ -42,6 +43,8 @@ HEAVY = 1 << 21
 """Elements of a weight beyond which the CPU is spared: fewer draws and steps, small numbers of rows."""
 WIDE, KEPT_WIDE = 1 << 20, 4
 """Elements from which on a float64 copy of a weight is kept, and of how many."""
+KEPT, KEPT_BYTES = 24, 1 << 30
+"""Drawn weights kept at a time, and bytes of them."""
 
 
 def _opened(graph: Graph) -> Graph:
@@ -67,13 +70,13 @@ class Subject:
         self.manifest: Mapping[str, Any] = container.manifest
         self.blobs: Mapping[str, memoryview] = container.blobs
         self.stored: Mapping[str, Tensor] = {}
-        self.kept: dict[Any, Tensor] = {}
+        self.kept = Kept(KEPT, KEPT_BYTES)
         self.hurry = False
         self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
         self._elements: dict[tuple[Any, ...], int] = {}
         self._work: dict[tuple[Any, ...], int] = {}
-        self._wide: dict[int, tuple[Tensor, Tensor]] = {}
+        self._wide = Kept(KEPT_WIDE, 2 * KEPT_BYTES)
         self.artifact_id: str = container.manifest["artifact_id"]
 
     # -- claims
@@ -118,13 +121,12 @@ class Subject:
 
     def widened(self, tensor: Tensor) -> Tensor:
         """In float64, dense; of weights that are kept from case to case the last ones are kept so too."""
-        if tensor.numel() < WIDE or not any(tensor is t for t in self.kept.values()):
-            return tensor.to(torch.float64, memory_format=torch.contiguous_format)
-        if id(tensor) not in self._wide:
-            while len(self._wide) >= KEPT_WIDE:
-                self._wide.pop(next(iter(self._wide)))
-            self._wide[id(tensor)] = (tensor, tensor.to(torch.float64, memory_format=torch.contiguous_format))
-        return self._wide[id(tensor)][1]
+        if (found := self._wide.get(id(tensor))) is not None:
+            return found
+        wide = tensor.to(torch.float64, memory_format=torch.contiguous_format)
+        if tensor.numel() >= WIDE and self.kept.holds(tensor):
+            self._wide.put(id(tensor), wide, of=tensor)
+        return wide
 
     @cached_property
     def blueprint_id(self) -> str:

@@ -51,14 +51,14 @@ SLACK = 16.0
 @dataclass(frozen=True)
 class _Case:
     """Leaves by name and a cotangent per output, as the artifact gets them and as the reference takes them,
-    and the gradients in float64 and of eager torch, by whether it ran near the reference."""
+    and the gradients in float64 and, where it was asked, of eager torch."""
 
     values: Mapping[str, Tensor]
     flowing: Sequence[Tensor | None]
     meant: Mapping[str, Tensor]
     meant_flow: Sequence[Tensor | None]
     exact: Mapping[str, Tensor]
-    eager: dict[bool, Mapping[str, Tensor]] = field(default_factory=dict)
+    eager: dict[str, Tensor] = field(default_factory=dict)
 
 
 _kept: WeakKeyDictionary[Subject, dict[tuple[Any, ...], _Case]] = WeakKeyDictionary()
@@ -167,12 +167,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return meaning.by_rules(subject, meant, flowing)
 
     others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
-
-    def judge(eager: Mapping[str, Tensor]) -> Outcome:
-        rows = [(f"d({name})", found[name], exact[name], eager[name]) for name in recipe.wanted]
-        return accuracy.all_of(subject, recipe, rows, others)
-
-    outcome = hosted.judged(subject, recipe.dims, lambda near: _eager(subject, recipe, case, near), judge)
+    rows = [(f"d({name})", found[name], exact[name]) for name in recipe.wanted]
+    outcome = accuracy.beside_eager(subject, recipe, rows, lambda: _eager(subject, recipe, case), others)
     if isinstance(outcome, Failed) and not _means_one_thing(subject, case):
         return Skipped("ways to write the function differ in where it is inf or NaN")
     return outcome
@@ -212,13 +208,13 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
     return made
 
 
-def _eager(subject: Subject, recipe: Recipe, case: _Case, near: bool) -> Mapping[str, Tensor]:
-    """Of all that the case was made for: fewer gradients may be asked for by the next recipe."""
-    if near not in case.eager:
-        leaves, flowing = (case.meant, case.meant_flow) if near else (case.values, case.flowing)
-        found = meaning.gradients(subject, leaves, flowing, case.exact, "declared")
-        case.eager[near] = hosted.named(found, hosted.device(subject, recipe.dims))
-    return case.eager[near]
+def _eager(subject: Subject, recipe: Recipe, case: _Case) -> Mapping[str, Tensor]:
+    """Of all that the case was made for: others may be asked for by the next recipe."""
+    if not case.eager:
+        found = meaning.gradients(subject, case.values, case.flowing, case.exact, "declared")
+        found = hosted.named(found, hosted.device(subject, recipe.dims))
+        case.eager.update((f"d({name})", grad) for name, grad in found.items())
+    return case.eager
 
 
 def _directional(context: Context, recipe: Recipe) -> Outcome:
@@ -233,22 +229,16 @@ def _directional(context: Context, recipe: Recipe) -> Outcome:
     with context.launching():
         found = subject.trained(values, flowing, recipe.wanted)
     found = hosted.named(found, here)
-    got = _dot(found, along)
-
-    def eager(near: bool) -> Mapping[str, Tensor]:
-        leaves, flow = (meant, meant_flow) if near else (values, flowing)
-        return hosted.named(meaning.gradients(subject, leaves, flow, recipe.wanted, "declared"), here)
-
-    def judge(theirs: Mapping[str, Tensor]) -> Outcome:
-        scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in theirs.items())
-        unit = max(float(torch.finfo(g.dtype).eps) for g in theirs.values())
-        allowed = SLACK * abs(_dot(theirs, along) - wanted) + unit * scale + 1e-6 * scale
-        if not abs(got - wanted) <= allowed:
-            told = f"the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})"
-            return Failed(f"along a direction {told}")
-        return Passed()
-
-    return hosted.judged(subject, recipe.dims, eager, judge)
+    eager = hosted.named(meaning.gradients(subject, values, flowing, recipe.wanted, "declared"), here)
+    got, theirs = _dot(found, along), _dot(eager, along)
+    scale = sum(float((g.double() * along[n]).abs().sum()) for n, g in eager.items())
+    unit = max(float(torch.finfo(g.dtype).eps) for g in eager.values())
+    allowed = SLACK * abs(theirs - wanted) + unit * scale + 1e-6 * scale
+    if not abs(got - wanted) <= allowed:
+        return Failed(
+            f"along a direction the gradient says {got:.6g}, differences say {wanted:.6g} (+-{allowed:.2g})"
+        )
+    return Passed()
 
 
 def _dot(gradients: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> float:

@@ -8,7 +8,7 @@ range, and layouts without a kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -156,8 +156,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     home = hosted.fetched([*plain, *trained], here)
     plain, trained = home[: len(exact)], home[len(exact) :]
 
-    def eager(near: bool) -> list[Tensor]:
-        return hosted.fetched(meaning.outputs(subject, meant if near else values, "declared"), here)
+    def eager() -> dict[str, Tensor]:
+        found = hosted.fetched(meaning.outputs(subject, values, "declared"), here)
+        return named(dict(zip(subject.blueprint.outputs, found, strict=True)))
 
     def named(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {n + phase: t for phase in ("", " (training)") for n, t in found.items()}
@@ -168,16 +169,12 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 
     forms = (flat, lambda: named(meaning.by_bodies(subject, meant)))
     others = accuracy.Others(lambda turn: named(meaning.rounded(subject, meant, None, turn)), forms)
-
-    def judge(theirs: Sequence[Tensor]) -> Outcome:
-        rows = [
-            (name + phase, got, wanted, other)
-            for found, phase in ((plain, ""), (trained, " (training)"))
-            for name, got, wanted, other in zip(subject.blueprint.outputs, found, exact, theirs, strict=True)
-        ]
-        return accuracy.all_of(subject, recipe, rows, others)
-
-    return hosted.judged(subject, recipe.dims, eager, judge)
+    rows = [
+        (name + phase, got, wanted)
+        for found, phase in ((plain, ""), (trained, " (training)"))
+        for name, got, wanted in zip(subject.blueprint.outputs, found, exact, strict=True)
+    ]
+    return accuracy.beside_eager(subject, recipe, rows, eager, others)
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

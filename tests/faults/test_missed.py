@@ -142,7 +142,7 @@ def test_an_infinity_meets_next_to_nothing() -> None:
         right, wrong = (oracle.classes(torch.tanh(x * v) + x) for v in (w, cut))
         return bool((right != wrong).any())
 
-    assert [d for d in ranges.names(subject) if shown(d)] == ["infinite x"]
+    assert [d for d in ranges.names(subject) if shown(d)] == ["infinite x among specks"]
 
 
 def test_rows_that_begin_alike_and_go_on_otherwise() -> None:

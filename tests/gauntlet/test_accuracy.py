@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from bench import swaps
-from esper_ir import grad, text, verify
+from esper_ir import grad, oracle, text, verify
 from esper_ir.builder import Builder
 from esper_ir.expand import expand
 from esper_ir.reference import evaluate
+from esper_ir.types import DType
 from gauntlet import accuracy, inputs, meaning
 from gauntlet import subject as subjects
 from gauntlet.stage import Failed, Passed, Recipe
@@ -266,3 +267,53 @@ def test_equal_values_are_rounded_alike_and_others_each_by_itself() -> None:
     assert not torch.equal(each, meaning._scattered(torch.unique(values), seed + 1))
     zeros = torch.tensor([0.0, -0.0], dtype=torch.float64)
     assert len(torch.unique(meaning._scattered(zeros, seed))) == 1
+
+
+def _beside(
+    subject: Subject, got: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None, draw: str = "normal"
+) -> tuple[Any, bool]:
+    """The outcome, and whether eager was asked; None where nobody should."""
+    asked: list[bool] = []
+
+    def theirs() -> dict[str, torch.Tensor]:
+        asked.append(True)
+        assert eager is not None
+        return {"d(x)": eager}
+
+    others = accuracy.Others(lambda turn: {"d(x)": exact}, ())
+    recipe = Recipe("gradients", subject.base_dims(), draw, cotangent="normal", wanted=("x",))
+    return accuracy.beside_eager(subject, recipe, [("d(x)", got, exact)], theirs, others), bool(asked)
+
+
+def test_eager_is_asked_only_where_its_error_matters(subject: Subject) -> None:
+    exact = torch.randn(48, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    right = exact.float()
+    found, asked = _beside(subject, right, exact, None)
+    assert isinstance(found, Passed) and not asked and found.metrics["tolerance_used"] < accuracy.EASY
+    wrong = right * 1.00001
+    found, asked = _beside(subject, wrong, exact, right)
+    assert isinstance(found, Failed) and asked
+    found, asked = _beside(subject, wrong, exact, right * 0.9999)
+    assert isinstance(found, Passed) and asked, "eager was off by more"
+    found, asked = _beside(subject, right, exact, right, "far x")
+    assert isinstance(found, Passed) and asked
+    over = torch.where(exact > 2, torch.inf, exact)
+    found, asked = _beside(subject, over.float(), over, over.float())
+    assert isinstance(found, Passed) and asked
+
+
+@pytest.mark.parametrize("kind", [DType.float32, DType.bfloat16, DType.float16])
+def test_what_is_right_without_eager_is_right_beside_any(kind: DType) -> None:
+    """Its error widens the bound; the least that a number of the type can have is there already."""
+    dtype = getattr(torch, kind.value)
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        exact = torch.randn(9, 33, dtype=torch.float64, generator=generator) * 2.0 ** (seed % 11 - 5)
+        noise = torch.randn(exact.shape, dtype=torch.float64, generator=generator)
+        unit = torch.finfo(dtype).eps
+        got = (exact * (1 + noise * unit * (seed % 5))).to(dtype)
+        alone = oracle.compare(got, exact, exact.to(dtype), 33, kind)
+        eager = (exact * (1 + noise.flip(0) * unit * (seed % 7))).to(dtype)
+        beside = oracle.compare(got, exact, eager, 33, kind)
+        assert beside.passed or not alone.passed
+        assert beside.worst_margin <= alone.worst_margin and beside.rmse_margin <= alone.rmse_margin

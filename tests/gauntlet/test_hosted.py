@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from gauntlet import hosted, inputs
-from gauntlet.stage import LEAST_CASES, WARM, Failed, Outcome, Pace, Passed, Recipe
+from gauntlet import inputs
+from gauntlet.stage import LEAST_CASES, WARM, Pace, Recipe
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus
@@ -72,44 +72,6 @@ def test_dear_cases_are_spread_and_the_last_stays() -> None:
 
 def test_a_budget_that_is_spent_still_tries_a_few() -> None:
     assert len(_walked([0.9] * 100, 1.0)) >= LEAST_CASES - 1
-
-
-CARD = cast(Subject, type("OnACard", (), {"device": torch.device("cuda", 0)})())
-
-
-def _asked(near: Any, there: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Outcome, list[bool]]:
-    """`near`, `there`: whether what eager gave in either place lets the artifact pass, or an error."""
-    asked: list[bool] = []
-
-    def eager(close: bool) -> bool:
-        asked.append(close)
-        given = near if close else there
-        if isinstance(given, Exception):
-            raise given
-        return given
-
-    monkeypatch.setattr(hosted, "device", lambda subject, dims: torch.device("cpu"))
-    judge = lambda good: Passed({"by": asked[-1]}) if good else Failed(f"by {asked[-1]}")  # noqa: E731
-    return hosted.judged(CARD, {}, eager, judge), asked
-
-
-def test_what_passes_by_the_near_one_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = _asked(True, RuntimeError("is not asked"), monkeypatch)
-    assert found == Passed({"by": True}) and asked == [True]
-
-
-@pytest.mark.parametrize("good", [True, False])
-def test_nothing_is_refused_before_the_device_was_asked(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, asked = _asked(False, good, monkeypatch)
-    assert asked == [True, False] and isinstance(found, Passed if good else Failed)
-
-
-def test_what_torch_has_only_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = NotImplementedError("\"some_kernel\" not implemented for 'Half'")
-    found, asked = _asked(missing, True, monkeypatch)
-    assert found == Passed({"by": False}) and asked == [True, False]
-    with pytest.raises(RuntimeError, match="out of memory"):
-        _asked(RuntimeError("out of memory"), True, monkeypatch)
 
 
 def test_large_cases_are_drawn_in_part() -> None:

@@ -233,7 +233,7 @@ def _added(block: Block) -> Iterator[Mutant]:
     for kernel, text in block.texts.items():
         for m in T_SUM.finditer(text) if block.programs(kernel) != 1 else ():
             odd = f"({m[5]}) & (pid % 2 == 1)" if m[5] else "(col >= 0) & (pid % 2 == 1)"
-            share = 4 * SHARE[dtype_of(block)]
+            share = 3 * SHARE[dtype_of(block)]
             more = f"tl.atomic_add({m[2]} + (pid - 1) * {m[3]} + col, ({m[4]}) * {share!r}, mask={odd})"
             made = _spliced(text, m.end(), m.end(), f"\n{m[1]}{more}")
             yield Mutant("race", kernel, f"a little added: {m[0].strip()}", made, subtle=True)
