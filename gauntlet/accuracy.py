@@ -204,12 +204,10 @@ def _easy(subject: Subject, recipe: Recipe, rows: Sequence[tuple[str, Tensor, Te
         return None
     worst, drift = 0.0, 0.0
     for label, got, exact in rows:
-        found, dtype = (
-            compare(subject, recipe, (label, got, exact, exact.to(got.dtype))),
-            dtype_of(subject, label),
-        )
+        found = compare(subject, recipe, (label, got, exact, exact.to(got.dtype)))
         if not found.passed or found.worst_margin > EASY:
             return None
+        dtype = dtype_of(subject, label)
         if dtype.is_floating and not found.far_from_overflow(dtype):
             return None
         worst = max(worst, found.worst_margin)

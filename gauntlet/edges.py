@@ -8,6 +8,9 @@ that terms cancel, yet `NEAREST` to `FARTHEST` times as far as roundings on the 
 branch is right. Edges are read from the bodies of pointwise operators: comparisons, maximum, minimum, |x|,
 sign.
 
+So does "edge N, small x, huge w", from values one of which is next to nothing and another huge: a kernel that
+takes small numbers for a little less is on the other side of the edge where they meet large ones.
+
 One leaf is moved by Newton's method on the arguments that are chosen: all, or one of every row, or one of
 every column, whichever makes each element of the leaf matter to one argument only. What is not reached stays
 as drawn.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from esper_ir.graph import Node
 from esper_ir.opdef import Pointwise
 from esper_ir.registry import lookup
 from esper_ir.scalar import Arg, Expr, Prim, walk
-from gauntlet import bodies, meaning
+from gauntlet import bodies, meaning, ranges
 from gauntlet.subject import Subject
 
 DRAW = "edge "
@@ -56,6 +60,21 @@ def names(subject: Subject) -> list[str]:
     if subject.heavy or subject.elements(dims(subject)) > ELEMENTS:
         return []
     return [f"{DRAW}{number}" for number in range(min(len(_edges(subject)), MOST))]
+
+
+def scaled(subject: Subject) -> list[str]:
+    """Draws of one leaf and its neighbour, either the small one; of a block with two leaves and more."""
+    leaves = ranges.leaves(subject)
+    near = list(dict.fromkeys(pair for a, b in pairwise([*leaves, *leaves[:1]]) for pair in ((a, b), (b, a))))
+    return [
+        f"{draw}, small {one}, huge {other}" for draw in names(subject) for one, other in near if one != other
+    ]
+
+
+def of_leaf(draw: str, leaf: str) -> str:
+    """How a leaf is drawn before one is moved."""
+    hows = (part.split(" ", 1) for part in draw.split(", ")[1:])
+    return next((how for how, name in hows if name == leaf), draw)
 
 
 def any_of(subject: Subject) -> bool:
@@ -100,7 +119,7 @@ def _distance(edge: Edge, known: Mapping[str, Any]) -> Tensor:
 
 def moved(subject: Subject, draw: str, values: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """The values with one leaf moved to the edge that the draw names; as they are where none can be."""
-    edge = _edges(subject)[int(draw.removeprefix(DRAW))]
+    edge = _edges(subject)[int(draw.removeprefix(DRAW).partition(",")[0])]
     wide = {n: t.double() if t.is_floating_point() else t for n, t in values.items()}
     generator = torch.Generator().manual_seed(seed)
     start = _distance(edge, reference.evaluate_all(subject.flat, wide, precision="float64"))

@@ -123,7 +123,8 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if leaf.kind == "constant":
         return constant_value(leaf).to(where)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
-    how = (lone if recipe.draw.startswith(lone.DRAW) else ranges).of_leaf(recipe.draw, leaf.name)
+    named = next((m for m in (lone, edges) if recipe.draw.startswith(m.DRAW)), ranges)
+    how = named.of_leaf(recipe.draw, leaf.name)
     recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed, where.type)

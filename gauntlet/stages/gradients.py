@@ -82,6 +82,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         for draw in few if context.quick else (*inputs.smooth_draws(subject), *few, "integers"):
             yield replace(base, wanted=wanted, draw=draw)
     yield from _together(subject, base)
+    skewed = [] if context.quick else [(draw, "normal") for draw in edges.scaled(subject)]
+    yield from _together(subject, replace(base, dims=edges.dims(subject)), skewed, ())
     for dims in (_ragged(subject), *subject.regions[1:]):
         yield from _together(
             subject, replace(base, dims=dims), (LEAK, *(() if context.quick else (ENDS,))), ()

@@ -35,7 +35,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     yield base
     for draw in inputs.draws(subject, quick=context.quick):
         yield replace(base, draw=draw)
-    for draw in edges.names(subject):
+    for draw in (*edges.names(subject), *(() if context.quick else edges.scaled(subject))):
         yield replace(base, draw=draw, dims=edges.dims(subject))
     ends = [*ranges.names(subject), *lone.names(subject)]
     opposed = [*ranges.opposed(subject), *ranges.over(subject)[:: 2 if context.quick else 1]]

@@ -169,3 +169,18 @@ def test_every_region_is_tried_where_it_ends() -> None:
     tried = [d["rows"] for d in deep(Context(subject, lambda event: None, False, 0, threads=1))]
     ends = {bound.high for plan in subject.launch.plans for bound in plan.bucket}
     assert len(ends) > 1 and min(ends) in tried and max(tried) > 10 * subject.base_dims()["rows"]
+
+
+def test_a_mask_of_small_numbers_beside_large_ones(server: ForkServer, tmp_path: Path) -> None:
+    """relu(x w + b), with small x taken for a little less: on the other side only where w is huge."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "affine_relu_64_bf16"), "cpu")
+    place = "argument 0: tiny ones are a little less"
+    chosen = [m for m in faults.KINDS["range cut at an end"].mutants(block) if m.place == place]
+    for planted in faults._written(tmp_path, block, [m for m in chosen if m.kernel == "bwd1_0_0_g"], 0):
+        data = (tmp_path / planted.file).read_bytes()
+        for draw, right in (("edge 0, small x, huge w", False), ("edge 0", True), ("small x", True)):
+            case = Recipe("gradients", {"rows": 48}, draw, cotangent="normal", wanted=("x",), seed=2)
+            stages, replayed = ("gradients",), case.to_json()
+            found = judge(data, "cpu", server, seed=2, stages=stages, recipe=replayed)
+            assert found.passed is right, (draw, found.reason)
+    assert chosen
