@@ -66,6 +66,23 @@ def test_queries_by_tag_return_the_percentile_sets(shelf: Library) -> None:
     assert gauntlet.retagged(shelf, [fast], before)["lost"] == 1
 
 
+@pytest.mark.parametrize(("canary", "at_one_clock"), [(315.0, True), (300.0, False)])
+def test_two_measurements_meet_in_units_of_the_canary(
+    canary: float, at_one_clock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five per cent slower: the machine was as much slower, or it was not."""
+    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    library = Library.open(tmp_path / "library", roles=("compiler", "validator"))
+    made = library.put_artifact(handmade.build(toys.affine())).id
+    for low, high, clock in ((1.00, 1.02, 300.0), (1.05, 1.07, canary)):
+        told = report(made, latency_interval_ms=[low, high], latency_ms_median=low, latency_ms_p99=high)
+        told["wep"] |= {"samples": 1500, "variance": 0.02, "conditions": "steady", "op_class": "pointwise"}
+        told["benchmark_results"] = {"measurement": {"canary_us": [clock, clock, 2 * clock]}}
+        library.record_verdict(made, told, passed=True)
+    found = gauntlet.row(library, made)
+    assert found["again_overlaps"] is False and found["again_overlaps_at_one_clock"] is at_one_clock
+
+
 def line(us: Any, variance: float, **more: Any) -> dict[str, Any]:
     return {"artifact": f"{us}-{variance}", "median_us": us, "variance": variance, "seconds": 100.0,
             "conditions": "steady", **more}  # fmt: skip
@@ -79,6 +96,7 @@ def test_the_variance_table_counts_what_is_long_enough(tmp_path: Path) -> None:
     assert figures["variance_at_most_5_percent"] == results.figure(0.5, "share", 0.95, at_least=True)
     assert found["over_5_percent"] == ["500.0-0.06"] and figures["artifacts_per_day"]["value"] == 864
     assert figures["intervals_that_overlap"]["value"] == 1.0
+    assert figures["intervals_that_overlap_at_one_clock"]["value"] == 0.0, "nobody told how fast it was"
     assert results.read(results.write(found, tmp_path))["bench"] == "gauntlet"
     nothing = gauntlet.document([], [], {"changed": 0, "lost": 0}, 0)["figures"]
     assert nothing["variance_at_most_5_percent"]["value"] is None
