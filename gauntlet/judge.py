@@ -117,8 +117,9 @@ def run(arguments: int, result: int, spill: int) -> None:
 
 
 def _keep_pages() -> None:
-    """Memory that was freed stays with the process (mallopt: no mappings of their own, no trimming): large
-    tensors come and go by the thousand, and the system would clear every page of each."""
+    """Memory that was freed stays with the process (mallopt: no mappings of their own below MAPPED, no
+    trimming): tensors come and go by the thousand, and the system would clear every page of each. The largest
+    go back: pieces of them that lie between others are room for nothing."""
     libc = ctypes.CDLL(None)
     for option, value in ((M_MMAP_THRESHOLD, MAPPED), (M_TRIM_THRESHOLD, 2**31 - 1)):
         if hasattr(libc, "mallopt"):

@@ -46,13 +46,15 @@ def backward(
     return out | {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def same(module: nn.Module, blueprint: Blueprint, given: tuple[Tensor, ...]) -> None:
-    """The text makes the round trip, and the twin gives what the module gives."""
+def same(module: nn.Module, blueprint: Blueprint, given: tuple[Tensor, ...]) -> int:
+    """The text makes the round trip, and the twin gives what the module gives: so many tensors were compared,
+    results and gradients."""
     assert parse(render(blueprint)) == blueprint
     ours, theirs = backward(to_torch(blueprint), given), backward(module, given)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, msg=lambda text, n=name: f"{n}: {text}")
+    return len(theirs)
 
 
 def larger(shapes: Shapes) -> Shapes:
@@ -86,9 +88,9 @@ def test_network(name: str, make: Any, shapes: Any, varies: bool, training: bool
     module = make().train(training)
     given = inputs(shapes)
     blueprint = from_torch(module, given, dynamic=0 if varies else None)
-    same(module, blueprint, given)
+    assert same(module, blueprint, given) > 0
     if varies:
-        same(module, blueprint, inputs(larger(shapes)))
+        assert same(module, blueprint, inputs(larger(shapes))) > 0
 
 
 def test_tied_embeddings_and_loss() -> None:

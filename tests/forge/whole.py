@@ -242,6 +242,7 @@ def check(
     """Compile up to the plans, run them, compare everything; the work, for looking at its groups."""
     work = front(blueprint, target, FAST.name, aim)
     found, wide, eager = compared(work, Machine(work, backend), dict(dims or {}))
+    assert found, "nothing was compared"
     for name, value in found.items():
         if close(value, wide[name], eager[name]):
             continue
