@@ -193,9 +193,16 @@ def test_many_at_once(backend: tuple[BlobStore, Damage]) -> None:
     assert not errors and all(blobs.read(d) for d in blobs.digests()) and blobs.staged() == []
 
 
-def test_closing_twice(backend: tuple[BlobStore, Damage]) -> None:
+def test_closing_twice(backend: tuple[BlobStore, Damage], tmp_path: Path) -> None:
+    """The second time nothing is closed: by then its descriptors' numbers are somebody else's."""
     backend[0].close()
+    others = [os.open(tmp_path, os.O_RDONLY) for _ in range(8)]
     backend[0].close()
+    try:
+        assert all(os.path.isdir(f"/proc/self/fd/{fd}") for fd in others)
+    finally:
+        for fd in others:
+            os.close(fd)
 
 
 # -- rows ------------------------------------------------------------------------------------------
