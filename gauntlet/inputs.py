@@ -140,7 +140,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
         drawn = (drawn.double() * scale).to(drawn.dtype)
     drawn = _over_all(drawn.to(where), leaf.type, recipe)
     if fixed:
-        subject.kept.put(key, drawn)
+        subject.kept.put(key, drawn, drawn.nbytes)
     return drawn
 
 

@@ -62,8 +62,7 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
         subject.stored = {
             n: inputs.tensor_of(raw, subject.device) for n, raw in cases.decode(case).tensors.items()
         }
-    if subject.device.type == "cpu":
-        _keep_pages()
+    _keep_pages()
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device),
                   "cases": "quick" if job["quick"] else "full"})  # fmt: skip

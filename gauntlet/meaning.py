@@ -8,6 +8,7 @@ matter between the artifact and its caller, and some of torch's own kernels fail
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -160,16 +161,18 @@ def shaken(
     """Every value of the graph in float64, with random roundings as `rounded` says; of the compute type
     alone unless `declared`. In every second draw one operator rounds equal values alike, as it does in truth:
     two that share a maximum stay equal there, and what is rounded after them is seen."""
-    generator = torch.Generator().manual_seed(1009 * turn + 1)
-    alike = turn % 2 == 1
+    where = next((t.device for t in given.values()), torch.device("cpu"))
+    generator = torch.Generator(where).manual_seed(1009 * turn + 1)
+    seeds, alike = random.Random(1009 * turn + 1), turn % 2 == 1
 
     def moved(
         value: Tensor, count: int, least: float = 0.0, size: Tensor | None = None, grid: float = 0.0
     ) -> Tensor:
         if alike and count == 1:
-            noise = _scattered(value, int(torch.randint(1 << 62, (), generator=generator)))
+            noise = _scattered(value, seeds.getrandbits(62))
         else:
-            noise = 2 * torch.rand(value.shape, generator=generator, dtype=torch.float64).to(value.device) - 1
+            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=where)
+            noise = drawn.mul_(2).sub_(1)
         by = subject.roundoff * math.sqrt(count)
         share = max(by, least)
         below = (value.abs() >= grid / 2) & (share * value.abs() < grid / 2)  # among the subnormal numbers

@@ -70,13 +70,13 @@ class Subject:
         self.manifest: Mapping[str, Any] = container.manifest
         self.blobs: Mapping[str, memoryview] = container.blobs
         self.stored: Mapping[str, Tensor] = {}
-        self.kept = Kept(KEPT, KEPT_BYTES)
+        self.kept: Kept[Tensor] = Kept(KEPT, KEPT_BYTES)
         self.hurry = False
         self._eager = 0.0
         self._lengths: dict[tuple[Any, ...], int] = {}
         self._elements: dict[tuple[Any, ...], int] = {}
         self._work: dict[tuple[Any, ...], int] = {}
-        self._wide = Kept(KEPT_WIDE, 2 * KEPT_BYTES)
+        self._wide: Kept[Tensor] = Kept(KEPT_WIDE, 2 * KEPT_BYTES)
         self.artifact_id: str = container.manifest["artifact_id"]
 
     # -- claims
@@ -125,7 +125,7 @@ class Subject:
             return found
         wide = tensor.to(torch.float64, memory_format=torch.contiguous_format)
         if tensor.numel() >= WIDE and self.kept.holds(tensor):
-            self._wide.put(id(tensor), wide, of=tensor)
+            self._wide.put(id(tensor), wide, wide.nbytes, of=tensor)
         return wide
 
     @cached_property

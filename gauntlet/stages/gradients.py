@@ -22,8 +22,9 @@ from torch import Tensor
 
 from esper_ir import oracle
 from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
+from gauntlet.kept import Kept
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
-from gauntlet.stages.numerics import DEEP, deep, odd_dims, sizes
+from gauntlet.stages.numerics import deep, odd_dims, sizes
 from gauntlet.subject import Subject
 
 DIRECTIONAL, PARAMETERS = "directional", "parameters"
@@ -41,8 +42,8 @@ LEAK = ("seesaw", "seesaw")
 ENDS = ("normal", inputs.END)
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
-KEPT, KEPT_ELEMENTS = 96, 1 << 16
-"""Cases that are kept, and the most elements of the largest tensor of one; of larger ones the last."""
+KEPT, KEPT_BYTES = 96, {"cpu": 256 << 20, "cuda": 4 << 30}
+"""Cases that are kept at a time, and bytes of them."""
 STEP = 1e-6
 SLACK = 16.0
 """Times the deviation that eager's own gradient shows, plus rounding of the dot product."""
@@ -60,8 +61,17 @@ class _Case:
     exact: Mapping[str, Tensor]
     eager: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Eager's gradients too, which come later, and what only this case has: weights are kept once."""
+        drawn = [*self.values.values(), *self.meant.values(), *self.flowing, *self.meant_flow]
+        theirs = [t for t in drawn if t is not None]
+        each = {t.untyped_storage().data_ptr(): t.nbytes for t in theirs}
+        return sum(each.values()) + 2 * sum(t.nbytes for t in self.exact.values())
 
-_kept: WeakKeyDictionary[Subject, dict[tuple[Any, ...], _Case]] = WeakKeyDictionary()
+
+_kept: WeakKeyDictionary[Subject, Kept[_Case]] = WeakKeyDictionary()
+_latest: WeakKeyDictionary[Subject, tuple[_Case, accuracy.Others]] = WeakKeyDictionary()
 
 
 def _recipes(context: Context) -> Iterator[Recipe]:
@@ -152,7 +162,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     if recipe.layout == DIRECTIONAL:
         return _directional(context, recipe)
     case = _case(subject, recipe)
-    exact, meant, flowing = case.exact, case.meant, case.meant_flow
+    exact = case.exact
     with context.launching():
         found = subject.trained(case.values, case.flowing, recipe.wanted)
     found = hosted.named(found, hosted.device(subject, recipe.dims))
@@ -160,16 +170,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         got, wanted = list(found[name].shape), list(exact[name].shape)
         if got != wanted:
             return Failed(f"d({name}) has the shape {got} instead of {wanted}")
-
-    def flat() -> dict[str, Tensor]:
-        found = meaning.gradients(subject, meant, flowing, recipe.wanted, "float64", flat=True)
-        return {f"d({name})": grad for name, grad in found.items()}
-
-    def rules() -> dict[str, Tensor]:
-        return meaning.by_rules(subject, meant, flowing)
-
-    others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
     rows = [(f"d({name})", found[name], exact[name]) for name in recipe.wanted]
+    others = _others(subject, case)
     outcome = accuracy.beside_eager(subject, recipe, rows, lambda: _eager(subject, recipe, case), others)
     if isinstance(outcome, Failed) and not _means_one_thing(subject, case):
         return Skipped("ways to write the function differ in where it is inf or NaN")
@@ -191,23 +193,40 @@ def _means_one_thing(subject: Subject, case: _Case) -> bool:
 
 
 def _case(subject: Subject, recipe: Recipe) -> _Case:
-    """The last small cases are kept: the same values are judged for many sets of gradients that are asked
-    for."""
+    """The last cases are kept: the same values are judged for many sets of gradients that are asked for."""
     key = (*sorted(recipe.dims.items()), recipe.draw, recipe.layout, recipe.cotangent, recipe.seed)
-    kept = _kept.setdefault(subject, {})
-    if key in kept and kept[key].exact.keys() >= set(recipe.wanted):
-        return kept[key]
+    kept = _kept.setdefault(subject, Kept(KEPT, KEPT_BYTES[subject.device.type]))
+    found = kept.get(key)
+    if found is not None and found.exact.keys() >= set(recipe.wanted):
+        return found
     values, meant = inputs.case(subject, recipe)
     flowing, here = inputs.cotangents(subject, recipe), hosted.device(subject, recipe.dims)
     meant_flow = flowing if here == subject.device else inputs.cotangents(subject, recipe, here)
     exact = meaning.gradients(subject, meant, meant_flow, recipe.wanted, "float64")
     made = _Case(values, flowing, meant, meant_flow, exact)
-    elements = subject.elements(recipe.dims)
-    if elements <= DEEP and not subject.heavy:
-        while len(kept) >= (KEPT if elements <= KEPT_ELEMENTS else 1):
-            kept.pop(next(iter(kept)))
-        kept[key] = made
+    if not subject.heavy:
+        kept.put(key, made, made.nbytes)
     return made
+
+
+def _others(subject: Subject, case: _Case) -> accuracy.Others:
+    """Of all gradients of the case. Those of the last case are kept: where they are needed, it is mostly tried
+    with one set of gradients after the other."""
+    last, found = _latest.get(subject, (None, None))
+    if last is case and found is not None:
+        return found
+    meant, flowing = case.meant, case.meant_flow
+
+    def flat() -> dict[str, Tensor]:
+        found = meaning.gradients(subject, meant, flowing, case.exact, "float64", flat=True)
+        return {f"d({name})": grad for name, grad in found.items()}
+
+    def rules() -> dict[str, Tensor]:
+        return meaning.by_rules(subject, meant, flowing)
+
+    others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
+    _latest[subject] = case, others
+    return others
 
 
 def _eager(subject: Subject, recipe: Recipe, case: _Case) -> Mapping[str, Tensor]:

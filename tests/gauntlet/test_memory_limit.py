@@ -49,15 +49,18 @@ def test_a_machine_with_too_little_memory_blames_nobody(shape: list[int], passed
 
 def test_what_is_kept_is_bounded() -> None:
     """By number and by bytes; the last one stays however large it is."""
-    kept = Kept(count=3, nbytes=1000)
+    kept: Kept[torch.Tensor] = Kept(count=3, nbytes=1000)
     tensors = [torch.zeros(100) for _ in range(5)]  # 400 bytes each
     for at, tensor in enumerate(tensors):
-        kept.put(at, tensor)
+        kept.put(at, tensor, tensor.nbytes)
     assert [kept.get(at) is not None for at in range(5)] == [False, False, False, True, True]
     assert kept.holds(tensors[4]) and not kept.holds(tensors[0])
-    kept.put("large", torch.zeros(5000))
+    kept.put("large", torch.zeros(5000), 20_000)
     assert kept.get(4) is None and kept.get("large") is not None
-    many = Kept(count=3, nbytes=1 << 30)
+    kept.put("large", torch.zeros(100), 400)
+    kept.put("small", torch.zeros(100), 400)
+    assert kept.get("large") is not None and kept.get("small") is not None
+    many: Kept[torch.Tensor] = Kept(count=3, nbytes=1 << 30)
     for at, tensor in enumerate(tensors):
-        many.put(at, tensor)
+        many.put(at, tensor, tensor.nbytes)
     assert sum(many.get(at) is not None for at in range(5)) == 3
