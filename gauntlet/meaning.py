@@ -161,8 +161,8 @@ def shaken(
     """Every value of the graph in float64, with random roundings as `rounded` says; of the compute type
     alone unless `declared`. In every second draw one operator rounds equal values alike, as it does in truth:
     two that share a maximum stay equal there, and what is rounded after them is seen."""
-    where = next((t.device for t in given.values()), torch.device("cpu"))
-    generator = torch.Generator(where).manual_seed(1009 * turn + 1)
+    card = any(t.is_cuda for t in given.values())  # draws there, of what lies there: a large case has many
+    generator = torch.Generator(_where(given) if card else "cpu").manual_seed(1009 * turn + 1)
     seeds, alike = random.Random(1009 * turn + 1), turn % 2 == 1
 
     def moved(
@@ -171,8 +171,8 @@ def shaken(
         if alike and count == 1:
             noise = _scattered(value, seeds.getrandbits(62))
         else:
-            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=where)
-            noise = drawn.mul_(2).sub_(1)
+            drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=generator.device)
+            noise = drawn.to(value.device).mul_(2).sub_(1)
         by = subject.roundoff * math.sqrt(count)
         share = max(by, least)
         below = (value.abs() >= grid / 2) & (share * value.abs() < grid / 2)  # among the subnormal numbers

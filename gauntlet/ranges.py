@@ -186,7 +186,7 @@ def drawn(
     if how in (INFINITE, FEW):
         return (_infinite(shape, generator, most) if how == INFINITE else few(shape, generator)).to(out)
     factor = (SHORT if dtype is DType.float16 else WIDE)[how]
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * factor).to(out)
+    return (torch.randn(shape, generator=generator).double() * factor).to(out)
 
 
 OWN = (INFINITE, UNDEFINED, FEW, SPECKS, *WIDE)

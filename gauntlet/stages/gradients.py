@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +41,7 @@ LEAK = ("seesaw", "seesaw")
 ENDS = ("normal", inputs.END)
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
-KEPT, KEPT_BYTES = 96, {"cpu": 256 << 20, "cuda": 4 << 30}
+KEPT, KEPT_BYTES, KEPT_ON_CARD = 96, 256 << 20, 4 << 30
 """Cases that are kept at a time, and bytes of them."""
 STEP = 1e-6
 SLACK = 16.0
@@ -63,10 +62,9 @@ class _Case:
 
     @property
     def nbytes(self) -> int:
-        """Eager's gradients too, which come later, and what only this case has: weights are kept once."""
+        """Of all tensors, eager's gradients too, which come later."""
         drawn = [*self.values.values(), *self.meant.values(), *self.flowing, *self.meant_flow]
-        theirs = [t for t in drawn if t is not None]
-        each = {t.untyped_storage().data_ptr(): t.nbytes for t in theirs}
+        each = {id(t): t.nbytes for t in drawn if t is not None}
         return sum(each.values()) + 2 * sum(t.nbytes for t in self.exact.values())
 
 
@@ -195,7 +193,8 @@ def _means_one_thing(subject: Subject, case: _Case) -> bool:
 def _case(subject: Subject, recipe: Recipe) -> _Case:
     """The last cases are kept: the same values are judged for many sets of gradients that are asked for."""
     key = (*sorted(recipe.dims.items()), recipe.draw, recipe.layout, recipe.cotangent, recipe.seed)
-    kept = _kept.setdefault(subject, Kept(KEPT, KEPT_BYTES[subject.device.type]))
+    most = KEPT_BYTES if subject.device.type == "cpu" else KEPT_ON_CARD
+    kept = _kept.setdefault(subject, Kept(KEPT, most))
     found = kept.get(key)
     if found is not None and found.exact.keys() >= set(recipe.wanted):
         return found
@@ -210,8 +209,8 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
 
 
 def _others(subject: Subject, case: _Case) -> accuracy.Others:
-    """Of all gradients of the case. Those of the last case are kept: where they are needed, it is mostly tried
-    with one set of gradients after the other."""
+    """Of all gradients of the case. Those of the last case are kept: what is near an end is tried with one
+    set of gradients after the other."""
     last, found = _latest.get(subject, (None, None))
     if last is case and found is not None:
         return found
