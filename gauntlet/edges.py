@@ -211,7 +211,18 @@ def _noise(subject: Subject, edge: Edge, wide: Mapping[str, Tensor]) -> Tensor:
         off = torch.maximum(off, (_distance(edge, known) - here).abs())
     types = [t.dtype for _, _, t in (*subject.leaves, *subject.results) if t.dtype in oracle.BOUNDS]
     coarsest = max(oracle.BOUNDS[dtype].roundoff for dtype in types)
-    return off * max(coarsest / subject.roundoff, 1.0)
+    return torch.maximum(off, _typical(off)) * max(coarsest / subject.roundoff, 1.0)
+
+
+def _typical(off: Tensor) -> Tensor:
+    """What is usual in the row and the column of each: a few draws of one element may all be next to nothing,
+    and among thousands of arguments some are."""
+    fine = torch.nan_to_num(off, nan=0.0, posinf=0.0, neginf=0.0).square()
+    if off.dim() < 2:
+        return fine.mean().sqrt() if off.numel() else off
+    others = tuple(range(off.dim() - 1))
+    rows, columns, all_of = fine.mean(-1, keepdim=True), fine.mean(others, keepdim=True), fine.mean()
+    return torch.where(all_of > 0, rows * (columns / all_of), 0.0).sqrt()
 
 
 def _reached(subject: Subject, edge: Edge, values: Mapping[str, Tensor], chosen: Tensor) -> float:

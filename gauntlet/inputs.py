@@ -44,8 +44,10 @@ with cotangents that are small and large in turn no row outweighs another in a s
 row in the next one does."""
 LIFT = {torch.float16: 5.0}
 """Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
-END = "end"
-"""Of a cotangent: only the last row flows back, where loops over rows end; nothing hides what it gives."""
+START, END = "start", "end"
+"""Of a cotangent: only the first row flows back, or only the last, where loops over rows begin and end:
+nothing hides what it gives. A little of each part of a sum in the place of as much of the next one is felt at
+these two alone: all others lose as much as they get."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 TILE = 1 << 20
 """Elements that are drawn of a tensor that has more."""
@@ -295,8 +297,8 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
         flat = torch.zeros(dense.numel(), dtype=dense.dtype)
         flat[dense.numel() * 2 // 3] = 1
         return flat.reshape(dense.shape)
-    if kind == END and dense.dim():
-        dense[:-1] = 0
+    if kind in (START, END) and dense.dim():
+        dense[slice(1, None) if kind == START else slice(-1)] = 0
         return dense
     if kind == "alternating" and dense.numel():
         flat = dense.abs().reshape(-1)

@@ -38,7 +38,7 @@ are all alike. The rest of a row has its share only where its element outweighs 
 may be taken for its end."""
 LEAK = ("seesaw", "seesaw")
 """Where a row takes in a little of another, a sum over rows shows it: large leaves meet large cotangents."""
-ENDS = ("normal", inputs.END)
+ENDS = (("normal", inputs.START), ("normal", inputs.END))
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
 KEPT, KEPT_BYTES, KEPT_ON_CARD = 96, 256 << 20, 4 << 30
@@ -93,9 +93,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     skewed = [] if context.quick else [(draw, "normal") for draw in edges.scaled(subject)]
     yield from _together(subject, replace(base, dims=edges.dims(subject)), skewed, ())
     for dims in (_ragged(subject), *subject.regions[1:]):
-        yield from _together(
-            subject, replace(base, dims=dims), (LEAK, *(() if context.quick else (ENDS,))), ()
-        )
+        yield from _together(subject, replace(base, dims=dims), (LEAK, *(() if context.quick else ENDS)), ())
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
@@ -111,7 +109,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         if subject.elements(dims) <= edges.ELEMENTS:
             yield from _together(subject, replace(base, dims=dims))
     for dims in deep(context):
-        yield from _together(subject, replace(base, dims=dims), (*HEAVY, ("normal", "ones"), ENDS, *SPARSE))
+        yield from _together(subject, replace(base, dims=dims), (*HEAVY, ("normal", "ones"), *ENDS, *SPARSE))
     plans = list(dict.fromkeys(p.wanted for p in subject.launch.plans if p.phase == "backward"))
     plans.sort(key=len, reverse=True)
     for at, dims in enumerate(sizes(context)):

@@ -12,7 +12,7 @@ from gauntlet.runner import judge
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
 from library.manifest import unpack
-from tests.faults import handmade, toys
+from tests.faults import corpus, handmade, toys
 
 MASK = "const float m = y[r * C + c] <= 0 ? 0 : g[r * C + c];"
 
@@ -38,6 +38,26 @@ def test_arguments_lie_beside_the_edge_and_one_branch_is_right(seed: int) -> Non
     for turn in range(5):
         other = edges._distance(edge, meaning.shaken(subject, subject.flat, wide, 100 + turn))
         assert float(((other.sign() != far.sign()) & near).double().mean()) < 0.01, "no rounding decides"
+
+
+def test_no_argument_lies_so_close_that_an_order_of_sums_decides() -> None:
+    """The draws of roundings for one of 4,368 arguments were all next to nothing (seed 375): it was put where
+    torch's own product has the other sign, and what was right was refused."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == "dense_relu_40_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    (edge,) = edges._edges(subject)
+    for seed in (375, *range(12)):
+        values = inputs.values(
+            subject, Recipe("gradients", {"rows": 182}, "edge 0", cotangent="normal", seed=seed)
+        )
+        wide = {n: t.double() for n, t in values.items()}
+        exact = edges._distance(edge, reference.evaluate_all(subject.flat, wide, precision="float64"))
+        forward, backward = (
+            torch.stack([values["x"][:, k : k + 1] * values["w"][k : k + 1] for k in order]).cumsum(0)[-1]
+            for order in (range(40), range(39, -1, -1))
+        )
+        for found in (values["x"] @ values["w"], forward, backward):
+            assert torch.equal((found + values["b"]).sign().double(), exact.sign()), seed
 
 
 def test_a_draw_is_made_again_from_its_recipe() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from gauntlet.stage import Context, Recipe
 from gauntlet.stages import gradients
 from gauntlet.subject import Subject
 from library.manifest import unpack
-from tests.faults import handmade, toys
+from tests.faults import corpus, handmade, toys
+from tests.faults.sites import SHARE
 
 MASK = "const float m = y[r * C + c] <= 0 ? 0 : g[r * C + c];"
 FAULTS = {
@@ -85,14 +88,36 @@ def test_a_share_of_a_row_far_out_is_a_normal_number(columns: int) -> None:
     assert ranges.of_leaf("far x over z", "z") == "huge" and ranges.of_leaf("far x", "x") == ranges.FAR
 
 
-def test_the_last_row_flows_back_alone_where_every_region_ends() -> None:
+@pytest.mark.parametrize(("which", "at"), [(inputs.START, 0), (inputs.END, -1)])
+def test_one_row_flows_back_alone_where_every_region_begins_and_ends(which: str, at: int) -> None:
     context = Context(_subject(toys.affine()), lambda event: None)
-    found = [r for r in gradients._recipes(context) if r.cotangent == inputs.END]
+    found = [r for r in gradients._recipes(context) if r.cotangent == which]
     assert {tuple(sorted(r.wanted)) for r in found} >= {("b", "w", "x")}
     assert len({r.dims["rows"] for r in found}) >= 1 + len(context.subject.regions[1:])
     for recipe in found:
         (flowing,) = inputs.cotangents(context.subject, recipe)
-        assert flowing is not None and bool(flowing[-1].all()) and not bool(flowing[:-1].any())
+        assert flowing is not None and bool(flowing[at].all())
+        assert int(flowing.any(-1).sum()) == 1
+
+
+def test_a_leak_between_parts_of_a_sum_is_felt_where_one_part_is_all() -> None:
+    """d(w) of tanh(x w) + x, its sum over rows in 64 parts of which each has a little of the one before: what
+    was missed once. Only the first part and the last one show it."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == "tanh_residual_96_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    recipe = Recipe("gradients", {"rows": 857}, cotangent=inputs.START, wanted=("w",))
+    values = {n: t.double() for n, t in inputs.values(subject, recipe).items()}
+    refused = {}
+    for how in ("normal", inputs.START):
+        (flowing,) = inputs.cotangents(subject, replace(recipe, cotangent=how))
+        assert flowing is not None
+        each = flowing.double() * values["x"] * (1 - torch.tanh(values["x"] * values["w"]).square())
+        parts = torch.stack([part.sum(0) for part in each.split(14)])
+        before = torch.cat([parts[:1], parts[:-1]])
+        leaking = (parts + SHARE["float32"] * (before - parts)).sum(0).float()
+        row = ("d(w)", leaking, parts.sum(0), each.float().sum(0))
+        refused[how] = accuracy.one(subject, recipe, row)
+    assert not refused["normal"] and "RMSE" in refused[inputs.START]
 
 
 def test_sums_of_small_exact_numbers_are_not_moved() -> None:
