@@ -245,11 +245,12 @@ def _rms_of(pieces: Sequence[Tensor]) -> float:
     return top * math.sqrt(total / sum(p.numel() for p in pieces))
 
 
-def accumulation_length(graph: Graph, sizes: Mapping[str, int]) -> int:
+def accumulation_length(graph: Graph, sizes: Mapping[str, int], *, flat: Graph | None = None) -> int:
     """Largest number of roundings in the compute type on a way from an input to an output: the sum over its
     reductions, contractions and scans of the elements they add up, and one for every other operator.
+    `flat`: the graph with every composite written out, where that is known.
     """
-    flat = expand(graph)
+    flat = flat or expand(graph)
     depth: dict[str, int] = {}
     for node in flat.nodes:
         before = max((depth.get(r, 0) for r in node.tensors), default=0)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from gauntlet import ranges
 from gauntlet.stage import Failed, Outcome, Passed, Recipe
 from gauntlet.subject import Subject
 
+T = TypeVar("T")
 Row = tuple[str, Tensor, Tensor, Tensor]
 """(label, result, float64 meaning, eager's result)."""
 EASY = 0.5
@@ -54,6 +55,25 @@ class Others:
         forms: Sequence[Callable[[], Mapping[str, Tensor]]],
     ) -> None:
         self.nearby, self.forms = functools.cache(nearby), [functools.cache(form) for form in forms]
+
+
+class Seen:
+    """Results of one case by name, each with what was said of it: another plan or phase that gives the same
+    numbers needs no second look. Copies, so that nothing a candidate does later changes them."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], list[tuple[Tensor, Any]]] = {}
+
+    def said(self, how: str, row: tuple[str, Tensor, Tensor], ask: Callable[[], T]) -> T:
+        """What `ask` says of this result, asked once."""
+        label, got, _ = row
+        found = self._found.setdefault((how, label.partition(" ")[0]), [])
+        for known, answer in found:
+            if known.dtype == got.dtype and torch.equal(known, got):
+                return answer
+        answer = ask()
+        found.append((got.detach().clone(), answer))
+        return answer
 
 
 def dtype_of(subject: Subject, label: str) -> DType:
@@ -186,33 +206,45 @@ def one(subject: Subject, recipe: Recipe, row: Row) -> str:
 
 def beside_eager(
     subject: Subject, recipe: Recipe, rows: Sequence[tuple[str, Tensor, Tensor]],
-    eager: Callable[[], Mapping[str, Tensor]], others: Others,
+    eager: Callable[[], Mapping[str, Tensor]], others: Others, seen: Seen,
 ) -> Outcome:  # fmt: skip
     """(label, result, float64 meaning), judged beside what eager gives by label. Its error only ever widens
     the bound, and of all numbers of a type the float64 result rounded to it has the least. So where that
     stands for eager's result and nothing is near the bound, eager is not run."""
-    if (easy := _easy(subject, recipe, rows)) is not None:
+    if (easy := _easy(subject, recipe, rows, seen)) is not None:
         return easy
     theirs = eager()
-    return all_of(subject, recipe, [(label, got, exact, theirs[label]) for label, got, exact in rows], others)
+    rows_of = [(label, got, exact, theirs[label]) for label, got, exact in rows]
+    return all_of(subject, recipe, rows_of, others, seen)
 
 
-def _easy(subject: Subject, recipe: Recipe, rows: Sequence[tuple[str, Tensor, Tensor]]) -> Passed | None:
+def _easy(
+    subject: Subject, recipe: Recipe, rows: Sequence[tuple[str, Tensor, Tensor]], seen: Seen
+) -> Passed | None:
     """None where eager has to be asked. Beside infinities and what is nearly one it may have others, and
     where small elements are held by themselves its own count."""
     if ranges.at_an_end(recipe.draw) or ranges.at_an_end(recipe.cotangent):
         return None
     worst, drift = 0.0, 0.0
-    for label, got, exact in rows:
-        found = compare(subject, recipe, (label, got, exact, exact.to(got.dtype)))
-        if not found.passed or found.worst_margin > EASY:
+    for row in rows:
+        told = seen.said("easy", row, functools.partial(_at_ease, subject, recipe, row))
+        if told is None:
             return None
-        dtype = dtype_of(subject, label)
-        if dtype.is_floating and not found.far_from_overflow(dtype):
-            return None
-        worst = max(worst, found.worst_margin)
-        drift = max(drift, _drift(recipe, label, got, exact))
+        worst, drift = max(worst, told[0]), max(drift, told[1])
     return _passed(recipe, worst, drift)
+
+
+def _at_ease(
+    subject: Subject, recipe: Recipe, row: tuple[str, Tensor, Tensor]
+) -> tuple[float, float] | None:  # fmt: skip
+    """Margin and drift of a result that is far from wrong."""
+    label, got, exact = row
+    found, dtype = compare(subject, recipe, (*row, exact.to(got.dtype))), dtype_of(subject, label)
+    if not found.passed or found.worst_margin > EASY:
+        return None
+    if dtype.is_floating and not found.far_from_overflow(dtype):
+        return None
+    return found.worst_margin, _drift(recipe, label, got, exact)
 
 
 def _drift(recipe: Recipe, label: str, got: Tensor, exact: Tensor) -> float:
@@ -225,15 +257,15 @@ def _passed(recipe: Recipe, worst: float, drift: float) -> Passed:
     return Passed(_finite(told))
 
 
-def all_of(subject: Subject, recipe: Recipe, rows: Iterable[Row], others: Others | None = None) -> Outcome:
+def all_of(
+    subject: Subject, recipe: Recipe, rows: Iterable[Row], others: Others | None = None,
+    seen: Seen | None = None,
+) -> Outcome:  # fmt: skip
     """All rows, with the worst margin (1 is the bound) and the largest relative error among them. The first
     that is wrong is told, with the worst margin of it and of those behind it."""
-    worst, drift, rows = 0.0, 0.0, iter(rows)
+    worst, drift, rows, seen = 0.0, 0.0, iter(rows), seen or Seen()
     for row in rows:
-        found = judged(subject, recipe, row, others)
-        wrong = "" if found.passed else found.reason
-        if others is not None and found.passed and recipe.draw.startswith(ranges.FAR):
-            wrong = small_ones(subject, row, others)
+        found, wrong = seen.said("beside", row[:3], functools.partial(_told, subject, recipe, row, others))
         if wrong:
             every = [found, *(compare(subject, recipe, left) for left in rows)]
             margin = max(max(one.worst_margin, one.rmse_margin) for one in every)
@@ -241,6 +273,16 @@ def all_of(subject: Subject, recipe: Recipe, rows: Iterable[Row], others: Others
         worst = max(worst, found.worst_margin)
         drift = max(drift, _drift(recipe, *row[:3]))
     return _passed(recipe, worst, drift)
+
+
+def _told(
+    subject: Subject, recipe: Recipe, row: Row, others: Others | None
+) -> tuple[oracle.Comparison, str]:  # fmt: skip
+    """The comparison, and why it is wrong; empty where it is not."""
+    found = judged(subject, recipe, row, others)
+    if found.passed and others is not None and recipe.draw.startswith(ranges.FAR):
+        return found, small_ones(subject, row, others)
+    return found, "" if found.passed else found.reason
 
 
 def relative(got: Tensor, exact: Tensor) -> float:

@@ -163,7 +163,8 @@ class Subject:
         key = (gradient, *sorted(dims.items()))
         if key not in self._lengths:
             graph = self.joint.graph if gradient else self.graph
-            self._lengths[key] = oracle.accumulation_length(graph, dims)
+            flat = self.flat_joint[0] if gradient else self.flat
+            self._lengths[key] = oracle.accumulation_length(graph, dims, flat=flat)
         return self._lengths[key]
 
     @cached_property

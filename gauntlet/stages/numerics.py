@@ -174,7 +174,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         for found, phase in ((plain, ""), (trained, " (training)"))
         for name, got, wanted in zip(subject.blueprint.outputs, found, exact, strict=True)
     ]
-    return accuracy.beside_eager(subject, recipe, rows, eager, others)
+    return accuracy.beside_eager(subject, recipe, rows, eager, others, accuracy.Seen())
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

@@ -282,7 +282,9 @@ def _beside(
 
     others = accuracy.Others(lambda turn: {"d(x)": exact}, ())
     recipe = Recipe("gradients", subject.base_dims(), draw, cotangent="normal", wanted=("x",))
-    return accuracy.beside_eager(subject, recipe, [("d(x)", got, exact)], theirs, others), bool(asked)
+    return accuracy.beside_eager(
+        subject, recipe, [("d(x)", got, exact)], theirs, others, accuracy.Seen()
+    ), bool(asked)
 
 
 def test_eager_is_asked_only_where_its_error_matters(subject: Subject) -> None:
@@ -317,3 +319,31 @@ def test_what_is_right_without_eager_is_right_beside_any(kind: DType) -> None:
         beside = oracle.compare(got, exact, eager, 33, kind)
         assert beside.passed or not alone.passed
         assert beside.worst_margin <= alone.worst_margin and beside.rmse_margin <= alone.rmse_margin
+
+
+def test_equal_results_of_a_case_are_looked_at_once(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the first one is written over later: what was said belongs to the numbers."""
+    exact = torch.randn(48, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    asked, real, seen = [], oracle.compare, accuracy.Seen()
+
+    def compare(*args: Any) -> Any:
+        asked.append(True)
+        return real(*args)
+
+    def outcome(got: torch.Tensor, name: str = "d(x)") -> Any:
+        others = accuracy.Others(lambda turn: {name: exact}, ())
+        recipe = Recipe("gradients", subject.base_dims(), "normal", cotangent="normal", wanted=("x",))
+        eager = {name: exact.float()}
+        return accuracy.beside_eager(subject, recipe, [(name, got, exact)], lambda: eager, others, seen)
+
+    monkeypatch.setattr(oracle, "compare", compare)
+    first = exact.float()
+    assert isinstance(outcome(first), Passed) and len(asked) == 1
+    assert isinstance(outcome(exact.float()), Passed) and len(asked) == 1
+    first[0, 0] += 1.0
+    assert isinstance(outcome(first), Failed)
+    wrong = len(asked)
+    assert isinstance(outcome(first.clone()), Failed) and len(asked) == wrong
+    assert isinstance(outcome(exact.float()), Passed) and len(asked) == wrong
