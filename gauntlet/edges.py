@@ -211,7 +211,11 @@ def _noise(subject: Subject, edge: Edge, wide: Mapping[str, Tensor]) -> Tensor:
         off = torch.maximum(off, (_distance(edge, known) - here).abs())
     types = [t.dtype for _, _, t in (*subject.leaves, *subject.results) if t.dtype in oracle.BOUNDS]
     coarsest = max(oracle.BOUNDS[dtype].roundoff for dtype in types)
-    return torch.maximum(off, _typical(off)) * max(coarsest / subject.roundoff, 1.0)
+    return torch.maximum(off, LUCK * _typical(off)) * max(coarsest / subject.roundoff, 1.0)
+
+
+LUCK = 0.5
+"""Of what is usual: where no more than this was drawn, it was by luck."""
 
 
 def _typical(off: Tensor) -> Tensor:
