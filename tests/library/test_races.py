@@ -153,6 +153,7 @@ def test_archived_between_the_row_and_the_read(
 
     once(lib.blobs, "read_raw", act, monkeypatch)
     refused("E0743", lib.load, artifact)
+    assert lib.record(artifact).state == "ARCHIVED"
 
 
 def test_repaired_between_the_read_and_the_quarantine(

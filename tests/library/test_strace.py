@@ -105,6 +105,7 @@ def ends(numbers: range) -> list[int]:
 def test_put_short(base: World, tmp_path: Path, call: str, fault: str) -> None:
     """First and last of the calls that matter most; every one of all calls is in the slow suite."""
     here = points(base, tmp_path, "put")
+    assert here[call]
     for number in ends(here[call]):
         visit(base, tmp_path, "put", call, number, fault)
 

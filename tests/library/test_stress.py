@@ -83,23 +83,25 @@ def lacks(place: Path) -> Counter[str]:
     return counts
 
 
-def judge(place: Path, total: Counter[str], record: Record) -> None:
+def judge(place: Path, total: Counter[str], record: Record) -> int:
+    """How many promises of the processes were looked at."""
     total.update(lacks(place))
     words = ("promised", "loaded", "removed", "archived", "restored", "verified", "audited", "killed")
     zeros = ("lost", "wrong", "orphaned", "unverified")
     record("counters", ", ".join(f"{word} {total[word]}" for word in (*words, *zeros)))
     assert {word: total[word] for word in zeros} == dict.fromkeys(zeros, 0)
     assert total["promised"] > 20 and total["loaded"] > 5 and total["killed"] > 0
+    return total["promised"]
 
 
 @pytest.mark.timeout(600)
 def test_a_short_storm(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=16, kills=4, seconds=8.0), record_property)
+    assert judge(tmp_path, storm(tmp_path, writers=16, kills=4, seconds=8.0), record_property)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_storm(disk_home: Path, tmp_path: Path, record_property: Record) -> None:
     Library.open(disk_home).close()
-    judge(tmp_path, storm(tmp_path, writers=16, kills=60, seconds=600.0), record_property)
+    assert judge(tmp_path, storm(tmp_path, writers=16, kills=60, seconds=600.0), record_property)

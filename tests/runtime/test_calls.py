@@ -30,8 +30,10 @@ def seeded(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(got: Tensor, want: Tensor) -> int:
+    """How many numbers were compared."""
     torch.testing.assert_close(got, want.to(got.dtype), rtol=2e-5, atol=2e-5)
+    return got.numel()
 
 
 @pytest.mark.parametrize("order", ["NCHW", "NHWC"])
@@ -45,9 +47,13 @@ def test_convolution_and_its_gradients(order: str) -> None:
     dx, dw = torch.autograd.grad(y, (x, w), g)
     attrs = {**CONV, "data_format": order}
     held = [place(t.detach()) for t in (x, w, g)]
-    close(call("conv2d", attrs, held[:2], place(y.detach()))[0], place(y.detach()))
-    close(call("conv2d_input_grad", attrs, [held[2], held[1]], torch.empty_like(held[0]))[0], place(dx))
-    close(call("conv2d_weight_grad", attrs, [held[2], held[0]], torch.empty_like(held[1]))[0], place(dw))
+    assert close(call("conv2d", attrs, held[:2], place(y.detach()))[0], place(y.detach()))
+    assert close(
+        call("conv2d_input_grad", attrs, [held[2], held[1]], torch.empty_like(held[0]))[0], place(dx)
+    )
+    assert close(
+        call("conv2d_weight_grad", attrs, [held[2], held[0]], torch.empty_like(held[1]))[0], place(dw)
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -118,7 +124,7 @@ CASES: list[Case] = [
 def test_call_is_torchs(op: str, attrs: Any, inputs: Any, meaning: Any) -> None:
     given = inputs()
     want = meaning(*given)
-    close(call(op, attrs, given, torch.empty_like(want))[0], want)
+    assert close(call(op, attrs, given, torch.empty_like(want))[0], want)
 
 
 def test_recurrence_is_the_loop() -> None:
@@ -127,7 +133,7 @@ def test_recurrence_is_the_loop() -> None:
     for t in range(9):
         h = a[:, t] * h + b[:, t]
         want.append(h)
-    close(call("recurrence", {"dim": 1}, [a, b], torch.empty(3, 9))[0], torch.stack(want, 1))
+    assert close(call("recurrence", {"dim": 1}, [a, b], torch.empty(3, 9))[0], torch.stack(want, 1))
 
 
 def test_table_is_closed() -> None:

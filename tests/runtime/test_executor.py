@@ -163,9 +163,9 @@ def test_refusals_name_tensor_and_range() -> None:
 def test_admitted_shapes_are_still_checked_on_the_fast_path() -> None:
     p = a.program()
     plan, x, w = p.launch.plans[0], torch.randn(3, a.N), torch.randn(a.N)
-    p.run(plan, [x, w])
-    refusal("E0811", p.run, plan, [x.double(), w])
-    refusal("E0814", p.run, plan, [x.to("meta"), w])
+    assert torch.equal(p.run(plan, [x, w])[0], x * w)
+    assert refusal("E0811", p.run, plan, [x.double(), w]).node == "x"
+    assert refusal("E0814", p.run, plan, [x.to("meta"), w]).node == "x"
 
 
 def test_no_general_variant_is_a_named_refusal() -> None:
@@ -174,12 +174,12 @@ def test_no_general_variant_is_a_named_refusal() -> None:
     for native in (False, None):
         p = a.program(LaunchManifest(a.INTERFACE, (plan,), a.KERNELS), native=native)
         odd = torch.randn(4 * a.N + 1)[1:].view(4, a.N)
-        refusal("E0812", p.run, plan, [odd, torch.randn(a.N)])
+        assert refusal("E0812", p.run, plan, [odd, torch.randn(a.N)]).message
     only = (Variant(Guard(at_most=(("rows", 8),)), "forward_aligned"),)
     plan = replace(plan, steps=(a.step("scale", only, a.args(0, 1, 2, "rows"), "rows"),))
     p = a.program(LaunchManifest(a.INTERFACE, (plan,), a.KERNELS))
-    p.run(plan, [torch.randn(8, a.N), torch.randn(a.N)])
-    refusal("E0812", p.run, plan, [torch.randn(9, a.N), torch.randn(a.N)])
+    assert p.run(plan, [torch.randn(8, a.N), torch.randn(a.N)])[0].shape == (8, a.N)
+    assert refusal("E0812", p.run, plan, [torch.randn(9, a.N), torch.randn(a.N)]).message
 
 
 def test_buckets_choose_the_plan() -> None:
@@ -204,7 +204,7 @@ def test_malformed_plans_are_refused_not_run() -> None:
     foreign = replace(good, buffers=(replace(a.X, source="saved"), a.W, a.Y))
     for plan in (short, swapped, absent, foreign):
         p = a.program(LaunchManifest(a.INTERFACE, (plan,), a.KERNELS))
-        refusal("E0809", p.prepare, plan, (3,))
+        assert refusal("E0809", p.prepare, plan, (3,)).message
 
 
 @BOTH

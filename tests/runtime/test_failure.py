@@ -101,12 +101,14 @@ def test_strict_raises(put: Put, failing: Failing, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ESPER_STRICT", "1")
     failing.break_at("inference", "forward")
     refusal("E0820", block, torch.randn(3, a.N))
+    assert failing.count == 1
 
 
 def test_through_the_operators_it_is_raised_by_name(put: Put, failing: Failing) -> None:
     block = runtime.load(put(), dispatch="op")
     failing.break_at("inference", "forward")
     refusal("E0820", block, torch.randn(3, a.N))
+    assert failing.count == 1
 
 
 def crash(block: torch.nn.Module, failing: Failing) -> None:

@@ -115,7 +115,8 @@ class Loop:
         ]
 
 
-def pair(ids: dict[str, str], optimizer: str, scheduler: str) -> None:
+def pair(ids: dict[str, str], optimizer: str, scheduler: str) -> int:
+    """How many parameters were compared."""
     bare, grown = Loop(optimizer, scheduler), Loop(optimizer, scheduler)
     runtime.wrap(grown.model, "body", limits=LIMITS)
     growth = runtime.attach(grown.model, grown.optimizer, scheduler=grown.scheduler)
@@ -139,22 +140,23 @@ def pair(ids: dict[str, str], optimizer: str, scheduler: str) -> None:
     assert len(grown.optimizer.param_groups) == len(bare.optimizer.param_groups)
     if bare.scheduler is not None:
         assert str(bare.scheduler.state_dict()) == str(grown.scheduler.state_dict())
+    return len(list(bare.model.parameters()))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(ids: dict[str, str], optimizer: str) -> None:
-    pair(ids, optimizer, "LambdaLR")
+    assert pair(ids, optimizer, "LambdaLR")
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_every_scheduler(ids: dict[str, str], scheduler: str) -> None:
-    pair(ids, "SGD", scheduler)
+    assert pair(ids, "SGD", scheduler)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "scheduler"), list(product(OPTIMIZERS, SCHEDULERS)))
 def test_the_whole_matrix(ids: dict[str, str], optimizer: str, scheduler: str) -> None:
-    pair(ids, optimizer, scheduler)
+    assert pair(ids, optimizer, scheduler)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

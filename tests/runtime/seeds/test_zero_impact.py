@@ -118,10 +118,12 @@ def both(
     return alone, beside, bed
 
 
-def same(alone: Run, beside: Run) -> None:
+def same(alone: Run, beside: Run) -> int:
+    """How many tensors were compared."""
     assert len(alone.seen) == len(beside.seen)
     wrong = [at for at, (a, b) in enumerate(zip(alone.seen, beside.seen, strict=True)) if not bitwise(a, b)]
     assert not wrong, f"{len(wrong)} of {len(alone.seen)} differ, the first is number {wrong[0]}"
+    return len(alone.seen)
 
 
 def bitwise(a: Tensor, b: Tensor) -> bool:
@@ -133,7 +135,7 @@ PLAIN: dict[str, Any] = {"amp": False, "accumulate": 1, "clip": 1e9}
 
 @pytest.mark.parametrize("objective", some(OBJECTIVES, ["proximal"]))
 def test_every_objective(ids: dict[str, str], objective: str) -> None:
-    same(*both(ids["mlp"], Net, Graft(objective=objective), 0.3, **PLAIN)[:2])
+    assert same(*both(ids["mlp"], Net, Graft(objective=objective), 0.3, **PLAIN)[:2])
 
 
 @pytest.mark.parametrize(
@@ -148,13 +150,13 @@ def test_every_objective(ids: dict[str, str], objective: str) -> None:
     ],
 )
 def test_whatever_the_loop_does(ids: dict[str, str], kind: type[Net], loop: dict[str, Any]) -> None:
-    same(*both(ids["lora"], kind, Graft(), 0.3, **loop)[:2])
+    assert same(*both(ids["lora"], kind, Graft(), 0.3, **loop)[:2])
 
 
 @pytest.mark.parametrize("accumulate", some([1, 2], [2]))
 def test_mixed_precision_with_a_scaler(ids: dict[str, str], accumulate: int) -> None:
     loop = {"amp": True, "accumulate": accumulate, "clip": 0.5}
-    same(*both(ids["bf16"], Net, Graft(), 0.3, **loop)[:2])
+    assert same(*both(ids["bf16"], Net, Graft(), 0.3, **loop)[:2])
 
 
 def test_a_nan_seed_cannot_reach_the_host(ids: dict[str, str]) -> None:
