@@ -8,6 +8,7 @@ broke.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,9 @@ from gauntlet.subject import Subject
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 6.0
+QUICK_CANDIDATE_SECONDS = 3.0
+"""What a stage in a hurry may spend in candidate code, in seconds of processors: a library that plans anew
+for every size takes most of a second for each."""
 LEAST_CASES, LEAST_DEAR_CASES, DEAR_SECONDS = 12, 6, 1.0
 """What a stage may spend on its own work, in seconds; where a case is dear, the list is thinned evenly, to no
 fewer than so many cases (of more than a second each: than so many)."""
@@ -136,9 +140,11 @@ class Context:
             self.emit({"event": "landed"})
 
     @property
-    def budget(self) -> float:
-        """Seconds that a stage may spend on its own work."""
-        return QUICK_BUDGET_SECONDS if self.quick else BUDGET_SECONDS
+    def budgets(self) -> tuple[float, float]:
+        """Seconds that a stage may spend on its own work, and in candidate code."""
+        if self.quick:
+            return QUICK_BUDGET_SECONDS, QUICK_CANDIDATE_SECONDS
+        return BUDGET_SECONDS, math.inf
 
     def at(self, recipe: Recipe) -> None:
         """The supervisor saves this case if the worker does not live to tell."""
@@ -178,14 +184,16 @@ class Sweep:
 
     def run(self, context: Context) -> Outcome:
         count, worst, sizes = 0, dict[str, Any](), dict[str, set[int]]()
-        recipes, pace = list(self.recipes(context)), Pace(context.budget)
+        recipes, (own, theirs) = list(self.recipes(context)), map(Pace, context.budgets)
         at = 0
         while at < len(recipes):
             recipe = recipes[at]
             began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
             outcome = self.checked(context, recipe)
-            pace.took(time.process_time() - began - (context.candidate_cpu - before))
-            at = pace.next(at, len(recipes))
+            launched = context.candidate_cpu - before
+            own.took(time.process_time() - began - launched)
+            theirs.took(launched)
+            at = max(own.next(at, len(recipes)), theirs.next(at, len(recipes)))
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
             if isinstance(outcome, Passed):
@@ -195,7 +203,7 @@ class Sweep:
                     sizes = {name: sizes.get(name, set()) | {size} for name, size in recipe.dims.items()}
         if not count:
             return Skipped("no case applies")
-        left_out = {"cases_left_out": len(recipes) - pace.done} if len(recipes) > pace.done else {}
+        left_out = {"cases_left_out": len(recipes) - own.done} if len(recipes) > own.done else {}
         tested = {"sizes": {name: sorted(found) for name, found in sizes.items()}}
         return Passed({"cases": count, **left_out, **tested, **worst})
 
@@ -241,7 +249,7 @@ class Pace:
         if not learnt:
             return at + 1
         each = sum(learnt) / len(learnt)
-        keep = int((self.budget - sum(learnt)) / max(each, 1e-9))
+        keep = int(min((self.budget - sum(learnt)) / max(each, 1e-9), count))
         least = LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES
         keep = max(keep, least - self.done, 1)
         return at + 1 if left <= keep else at + -(-left // keep)

@@ -193,7 +193,9 @@ def _growth(context: Context, recipe: Recipe) -> Outcome:
     flows = [inputs.cotangents(subject, t) for t in turns]
     home = [t.clone() for t in sets[0]]
     expected: dict[int, list[Tensor]] = {}
-    calls = min(recipe.repeat, max(LEAST_CALLS, int(context.budget / 2 / subject.eager_seconds(recipe.dims))))
+    calls = min(
+        recipe.repeat, max(LEAST_CALLS, int(context.budgets[0] / 2 / subject.eager_seconds(recipe.dims)))
+    )
     looked = [(calls - 1) * i // QUARTERS for i in range(QUARTERS + 1)]
     marks: list[int] = []
     waiting: _Waiting = []

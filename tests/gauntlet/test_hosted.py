@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from gauntlet import inputs
-from gauntlet.stage import LEAST_CASES, WARM, Pace, Recipe
+from gauntlet.stage import LEAST_CASES, WARM, Context, Outcome, Pace, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus
@@ -72,6 +73,24 @@ def test_dear_cases_are_spread_and_the_last_stays() -> None:
 
 def test_a_budget_that_is_spent_still_tries_a_few() -> None:
     assert len(_walked([0.9] * 100, 1.0)) >= LEAST_CASES - 1
+
+
+@pytest.mark.parametrize(("quick", "least", "most"), [(True, LEAST_CASES - 1, 20), (False, 200, 200)])
+def test_in_a_hurry_an_artifact_that_is_slow_to_begin_is_asked_less(
+    quick: bool, least: int, most: int
+) -> None:
+    """As a library that plans for every size: the seconds are the candidate's own."""
+    context = Context(cast(Subject, SimpleNamespace(declares=lambda dims: True)), lambda event: None, quick)
+    seen: list[int] = []
+
+    def check(context: Context, recipe: Recipe) -> Outcome:
+        seen.append(recipe.seed)
+        context.candidate_cpu += 0.3
+        return Passed()
+
+    found = Sweep("", 0, lambda c: [Recipe("", {}, seed=at) for at in range(200)], check).run(context)
+    assert isinstance(found, Passed) and least <= len(seen) <= most and seen[-1] == 199, seen
+    assert found.metrics.get("cases_left_out", 0) == 200 - len(seen)
 
 
 def test_large_cases_are_drawn_in_part() -> None:
