@@ -21,7 +21,7 @@ from gauntlet.subject import Subject
 
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
-BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 6.0
+BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 4.0
 QUICK_CANDIDATE_SECONDS = 3.0
 """What a stage in a hurry may spend in candidate code, in seconds of processors: a library that plans anew
 for every size takes most of a second for each."""
@@ -248,15 +248,15 @@ class Pace:
         left, learnt = count - 1 - at, self.costs[WARM:]
         if not learnt:
             return at + 1
-        each = sum(learnt) / len(learnt)
+        each = max(sum(last) / len(last) for last in (learnt, learnt[-RECENT:]))  # later ones may be larger
         keep = int(min((self.budget - sum(learnt)) / max(each, 1e-9), count))
         least = LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES
         keep = max(keep, least - self.done, 1)
         return at + 1 if left <= keep else at + -(-left // keep)
 
 
-WARM = 3
-"""Cases whose cost is not counted."""
+WARM, RECENT = 3, 8
+"""Cases whose cost is not counted; and so many say what the next ones will cost."""
 
 
 def _worst(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""The judge before it judges: a wrong answer that some values say nothing of has to be refused for others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gauntlet import accuracy
+from gauntlet.stage import Context, Failed, Passed, Recipe
+from gauntlet.stages import selftest
+from gauntlet.subject import Subject
+from library.manifest import unpack
+from tests.faults import corpus
+
+
+def _context() -> Context:
+    declared = next(d for d in corpus.blueprints() if d["name"] == "layer_norm_40_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    return Context(subject, lambda event: None)
+
+
+def _blind(monkeypatch: pytest.MonkeyPatch, *draws: str) -> None:
+    """The rule takes anything at these draws."""
+    told = accuracy.one
+
+    def one(subject: Subject, recipe: Recipe, row: accuracy.Row) -> str:
+        return "" if recipe.draw in draws else told(subject, recipe, row)
+
+    monkeypatch.setattr(accuracy, "one", one)
+
+
+def test_values_that_say_nothing_are_made_up_for_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    _blind(monkeypatch, "normal", "shifted")
+    found = selftest.STAGE.run(_context())
+    assert isinstance(found, Passed) and found.metrics["cases"] > 2 and found.metrics["refused"] > 20, found
+
+
+def test_what_no_values_refuse_cannot_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = _context()
+    _blind(monkeypatch, *(r.draw for r in selftest.STAGE.recipes(context)))
+    found = selftest.STAGE.run(context)
+    assert isinstance(found, Failed) and "the rule would accept" in found.reason, found
+    assert found.case is not None and isinstance(selftest.STAGE.check(context, found.case), Failed)
+
+
+def test_eagers_own_answer_has_to_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "one", lambda *asked: "off")
+    found = selftest.STAGE.run(_context())
+    assert isinstance(found, Failed) and found.reason == "the rule refuses eager's own y: off", found
