@@ -20,7 +20,7 @@ from gauntlet import statistics
 from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Event, ForkServer, Limits
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, UNRESOLVED, StageReport
-from gauntlet.sampling import FULL, QUICK, STEADY, Effort
+from gauntlet.sampling import FULL, LEAST_PROCESSES, QUICK, STEADY, Effort
 
 NAME = "measurement"
 TARGET = "gauntlet.measuring:run"
@@ -54,6 +54,8 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
     tell = tell or (lambda event: None)
     with tempfile.TemporaryDirectory(prefix="esper-measure-") as scratch:
         for number in range(job.spends.processes):
+            if number >= LEAST_PROCESSES and time.monotonic() - began > job.spends.enough_s:
+                break  # each loads its libraries anew, which may be seconds
             tell({"event": "stage", "name": NAME, "part": number + 1, "parts": job.spends.processes})
             ending = _process(container, job, server, number, scratch if job.device != "cpu" else "", tell)
             measured = ending.last("measured")

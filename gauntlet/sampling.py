@@ -8,6 +8,7 @@ and the result says so: a number with a reason is worth more than none.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Works = Mapping[str, Sequence[Work]]
 MOVED = 0.02
 """The canary may move by so much during a batch."""
 MOST_ROUNDS = 4000
+LEAST_PROCESSES = 3
 ENOUGH = 30
 """Fewer samples than this outside void batches are too few."""
 STEADY = "steady"
@@ -32,7 +34,8 @@ STEADY = "steady"
 class Effort:
     """What a process spends. It stops with `samples` of every work whose interval of the median (95 %) is at
     most `width` wide; it waits for that width no longer than `patience_s`, and in no case goes on after
-    `seconds`. `heat_s`: of work before the first sample."""
+    `seconds`. `heat_s`: of work before the first sample. `processes`: fresh ones; beyond `LEAST_PROCESSES`
+    none is begun after `enough_s`."""
 
     samples: int = 300
     width: float = 0.01
@@ -41,10 +44,11 @@ class Effort:
     heat_s: float = 1.0
     processes: int = 5
     rounds: int = 20
+    enough_s: float = math.inf
 
 
 FULL = Effort()
-QUICK = Effort(samples=60, width=0.05, patience_s=0.4, seconds=1.2, heat_s=0.05)
+QUICK = Effort(samples=60, width=0.05, patience_s=0.4, seconds=1.2, heat_s=0.05, enough_s=8.0)
 BRIEF = Effort(samples=10, width=1.0, patience_s=0.0, seconds=0.2, heat_s=0.0, processes=1)
 """For those who want a verdict and no numbers."""
 

@@ -22,7 +22,7 @@ from gauntlet.subject import Subject
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 4.0
-QUICK_CANDIDATE_SECONDS = 3.0
+QUICK_CANDIDATE_SECONDS = 1.5
 """What a stage in a hurry may spend in candidate code, in seconds of processors: a library that plans anew
 for every size takes most of a second for each."""
 LEAST_CASES, LEAST_DEAR_CASES, DEAR_SECONDS = 12, 6, 1.0
@@ -232,7 +232,7 @@ class Sweep:
 class Pace:
     """Which case comes next. Where all of them would cost more than is allowed, some are left out: evenly
     spaced, so that every kind of case keeps some; the last one, the largest, always stays. What a case costs
-    is learnt as they are done; the first ones also load code, and say little.
+    is learnt as they are done; the first ones also load code, and say little of the others.
     """
 
     def __init__(self, budget: float) -> None:
@@ -249,14 +249,14 @@ class Pace:
         if not learnt:
             return at + 1
         each = max(sum(last) / len(last) for last in (learnt, learnt[-RECENT:]))  # later ones may be larger
-        keep = int(min((self.budget - sum(learnt)) / max(each, 1e-9), count))
+        keep = int(min((self.budget - sum(self.costs)) / max(each, 1e-9), count))
         least = LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES
         keep = max(keep, least - self.done, 1)
         return at + 1 if left <= keep else at + -(-left // keep)
 
 
 WARM, RECENT = 3, 8
-"""Cases whose cost is not counted; and so many say what the next ones will cost."""
+"""Cases that say nothing of what others cost; and so many say what the next ones will cost."""
 
 
 def _worst(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_a_clean_artifact_passes(artifact: bytes, server: ForkServer) -> None:
     said = profile.measure(artifact, profile.Job("cuda:0", quick=True), server)
     assert said.outcome == "passed", said.reason
     wep = said.metrics["profile"]
-    assert wep["memory_mb_peak"] > 0 and wep["host_us_per_call"] > 0 and wep["processes"] == 5
+    assert wep["memory_mb_peak"] > 0 and wep["host_us_per_call"] > 0 and 3 <= wep["processes"] <= 5
     assert said.metrics["card"]["nvml"] and said.metrics["nvbench"]
     called = {name for process in said.metrics["clock"] for name in process["called"]}
     assert called <= {"eager backward", "eager both"}, "autograd's streams are older than the capture"

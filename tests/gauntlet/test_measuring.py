@@ -66,6 +66,14 @@ def test_processes_that_die_are_named(server: ForkServer) -> None:
     assert broken.outcome == "skipped" and "no process could measure: process 1" in broken.reason
 
 
+def test_in_a_hurry_three_processes_do(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:illegal")
+    for enough, begun in ((0.0, 3), (float("inf"), 4)):
+        hurried = profile.Job("cpu", effort=replace(SHORT, processes=4, enough_s=enough))
+        said = profile.measure(b"", hurried, server)
+        assert said.reason.count("illegal-access") == begun, said.reason
+
+
 def test_code_that_kills_what_measures_it_is_refused(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
