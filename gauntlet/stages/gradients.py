@@ -94,7 +94,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, wanted=wanted, draw=draw)
     yield from _together(subject, base)
     skewed = [] if context.quick else [(draw, "normal") for draw in edges.scaled(subject)]
-    yield from _together(subject, replace(base, dims=edges.dims(subject)), skewed, ())
+    for dims in (edges.dims(subject), *subject.regions[1:]):
+        if subject.elements(dims) <= edges.ELEMENTS:
+            yield from _together(subject, replace(base, dims=dims), skewed, ())
     for dims in (_ragged(subject), *subject.regions[1:]):
         yield from _together(subject, replace(base, dims=dims), (LEAK, *(() if context.quick else ENDS)), ())
     for draw in inputs.smooth_draws(subject):

@@ -35,7 +35,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     yield base
     for draw in inputs.draws(subject, quick=context.quick):
         yield replace(base, draw=draw)
-    for draw in (*edges.names(subject), *(() if context.quick else edges.scaled(subject))):
+    beside = [*edges.names(subject), *(() if context.quick else edges.scaled(subject))]
+    for draw in beside:
         yield replace(base, draw=draw, dims=edges.dims(subject))
     ends = [*ranges.names(subject), *lone.names(subject)]
     opposed = [*ranges.opposed(subject), *ranges.over(subject)[:: 2 if context.quick else 1]]
@@ -45,7 +46,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     for dims in subject.regions[1:]:
         for draw in TELLING if context.quick else inputs.draws(subject, quick=False):
             yield replace(base, dims=dims, draw=draw)
-        for draw in ends if subject.elements(dims) <= edges.ELEMENTS else ():
+        for draw in (*ends, *beside) if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
     for dims in sizes(context):
         yield replace(base, dims=dims)

@@ -9,7 +9,8 @@ from esper_ir import reference
 from gauntlet import edges, inputs, meaning
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
-from gauntlet.stage import Recipe
+from gauntlet.stage import Context, Recipe
+from gauntlet.stages import gradients, numerics
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus, handmade, toys
@@ -71,6 +72,22 @@ def test_a_draw_is_made_again_from_its_recipe() -> None:
 
 def test_a_smooth_block_has_none() -> None:
     assert not edges.names(_subject(toys.softmax())) and not edges.names(_subject(toys.norm()))
+
+
+def test_every_region_sees_all_edges() -> None:
+    """Each has kernels of its own, and a mask in each."""
+    subject = _subject(toys.affine())
+    regions = [subject.base_dims(), {"rows": 190}]
+    subject.__dict__["regions"] = regions
+    context = Context(subject, lambda event: None)
+    for stage, wanted in ((gradients.STAGE, [(), ("x", "w", "b")]), (numerics.STAGE, [()])):
+        cases = list(stage.recipes(context))
+        for draw in (*edges.names(subject), *edges.scaled(subject)):
+            for dims in regions:
+                assert any(c.draw == draw and c.dims == dims and c.wanted in wanted for c in cases), (
+                    draw,
+                    dims,
+                )
 
 
 def test_a_mask_that_is_wrong_by_a_millionth_is_refused(server: ForkServer) -> None:
