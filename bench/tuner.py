@@ -6,7 +6,8 @@
 
 Groups of the blocks' kernels are drawn by a seed; around the tile that `fast` takes, hundreds are built and
 all are timed. From the times follows what each pipeline would have got: `fast` its first tile, `standard`
-what its search finds when it is told them, with the trials that a group has there.
+what its search finds when it is told them, with the trials that a group has there: of every other group of
+the block the first tile is timed too, since trials go by what each group could gain.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from forge.service import front
 from forge.target import resolve
 from forge.toolchain import toolchain_of
 from forge.tune import halves
-from forge.tune.search import hunts_of, next_tiles
+from forge.tune.search import hunts_of, next_tiles, share_out
 from forge.tune.trials import Hunt, Trial, trial_of
 from forge.work import Work
 
@@ -58,9 +59,11 @@ def make(
         work = works[block]
         here = toolchain_of(work.target)
         built = halves.build_only(work.kernels, work.target, here, trials * len(keys), say, set(keys))
-        share = max(EFFORTS["standard"][0] // max(len(hunts_of(work.kernels)), 1), 4)
+        if rest := {h.key for h in hunts_of(work.kernels)} - set(keys):
+            beside = halves.build_only(work.kernels, work.target, here, 0, say, rest, least=1)
+            built |= {part: [*built[part], *beside[part]] for part in ("groups", "candidates")}
         path = folder / f"{block}.candidates"
-        halves.write({**built, "block": block, "share": share}, path)
+        halves.write({**built, "block": block, "drawn": sorted(keys)}, path)
         made.append(path)
     return made
 
@@ -106,15 +109,25 @@ def measured(
             times.mkdir(parents=True, exist_ok=True)
             named = {"commit": header["commit"], **found, "block": document["block"], "card": header["card"]}
             halves.write(named, times / f"{document['block']}.times")
+        shares = shares_of(found["groups"], EFFORTS["standard"][0])
         rows += [
-            {**row_of(group, document), "commit": found.get("commit", header["commit"])}
+            {**row_of(group, document, shares[group["key"]]), "commit": found.get("commit", header["commit"])}
             for group in found["groups"]
-            if group["trials"]
+            if group["trials"] and group["key"] in document["drawn"]
         ]
     return {**header, "rows": rows, "figures": figures(rows)}
 
 
-def row_of(group: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+def shares_of(groups: Sequence[Mapping[str, Any]], trials: int) -> dict[str, int]:
+    """Trials of every group of a block by key, as the search shares them out."""
+    hunts = [halves.hunt_of(group) for group in groups]
+    for hunt, group in zip(hunts, groups, strict=True):
+        hunt.recall(group["trials"])
+    share_out(hunts, trials)
+    return {hunt.key: hunt.share for hunt in hunts}
+
+
+def row_of(group: Mapping[str, Any], document: Mapping[str, Any], share: int) -> dict[str, Any]:
     """A group with what each pipeline would have got, and how far from the best that is."""
     trials = [t for t in map(trial_of, group["trials"]) if t is not None]
     right = [t for t in trials if not t.wrong]
@@ -128,7 +141,7 @@ def row_of(group: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, A
     if first is None:
         return {**base, "why": "the tile of `fast` has no time"}
     best = min(right, key=lambda t: t.us)
-    found = searched(halves.hunt_of(group), trials, int(document["share"]))
+    found = searched(halves.hunt_of(group), trials, share)
     off = {
         f"{name}_off_percent": 100 * (t.us / best.us - 1)
         for name, t in (("fast", first), ("standard", found))

@@ -41,16 +41,17 @@ LEAST = 4
 def build_only(
     kernels: Kernels, target: Target, toolchain: str, trials: int,
     progress: Callable[[str], None] = lambda text: None, only: Collection[str] | None = None,
+    least: int = LEAST,
 ) -> dict[str, Any]:  # fmt: skip
     """Candidates of every group, about `trials` of them: the tiles nearest to the prior, by the bytes that
-    the groups move, at least a few each. `only`: keys of the groups, all without it.
+    the groups move, `least` each at least. `only`: keys of the groups, all without it.
     """
     found, sites = subjects(kernels, only)
     hunts = [h for h in found if only is None or h.key in only]
     weight = sum(h.floor_us for h in hunts) or 1.0
     asked: list[tuple[Hunt, Tile]] = []
     for hunt in hunts:
-        hunt.share = max(int(trials * hunt.floor_us / weight), LEAST)
+        hunt.share = max(int(trials * hunt.floor_us / weight), least)
         asked += [(hunt, tile) for tile in around(hunt.prior, hunt.share, hunt.idle)]
     rows = []
     for at in range(0, len(asked), MOST):

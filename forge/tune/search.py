@@ -124,7 +124,7 @@ def _hunt(
         bench.left, count = bench.left[count:], pace.room()
     late = {h.key for h in bench.left}
     hunts = [h for h in hunts if h.key not in late]
-    _shares(hunts, effort)
+    share_out(hunts, effort.trials)
     while (room := pace.room()) and (batch := next_tiles(hunts, room)):
         done = sum(len(h.trials) for h in hunts)
         if bench.timer.unkept:
@@ -142,15 +142,15 @@ def _hunt(
         bench.measure([(hunt, tile) for tile in tiles], FINAL_ROUNDS, energy=True)
 
 
-def _shares(hunts: Sequence[Hunt], effort: Effort) -> None:
-    """Trials by what a group could gain, at least a few each."""
+def share_out(hunts: Sequence[Hunt], trials: int) -> None:
+    """So many trials, by what a group could gain as its prior was timed, at least a few each."""
     gains = []
     for hunt in hunts:
         prior = hunt.trials.get(repr(hunt.prior))
         gains.append(max(prior.us - hunt.floor_us, 0.0) if prior and not prior.wrong else 0.0)
     total = sum(gains) or 1.0
     for hunt, each in zip(hunts, gains, strict=True):
-        hunt.share = max(int(effort.trials * each / total), 4) if each else 1
+        hunt.share = max(int(trials * each / total), 4) if each else 1
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,18 @@ def test_what_the_search_finds_is_between_the_first_and_the_best() -> None:
     def us(tile: Any) -> float:
         return 100.0 - 10.0 * (space.distance(PRIOR, far) - space.distance(tile, far))
 
-    document = {"block": "b", "share": 40}
-    row = tuner.row_of(group(us), document)
+    document = {"block": "b"}
+    row = tuner.row_of(group(us), document, 40)
     assert row["fast_off_percent"] > 10 and row["best"]["tile"] == values_of(far)
     assert row["standard_off_percent"] == 0, "downhill all the way"
-    assert (
-        tuner.row_of(group(us), {**document, "share": 1})["standard_off_percent"] == row["fast_off_percent"]
-    )
-    flat = tuner.row_of(group(lambda tile: 5.0), document)
+    assert tuner.row_of(group(us), document, 1)["standard_off_percent"] == row["fast_off_percent"]
+    flat = tuner.row_of(group(lambda tile: 5.0), document, 40)
     assert flat["fast_off_percent"] == flat["standard_off_percent"] == 0
     found = tuner.figures([row, flat])
     assert found["fast_off_percent_max"]["met"] is False and found["standard_off_percent_max"]["met"] is True
     untimed = group(us)
     untimed["trials"] = [{"kind": "RowTile", "tile": asdict(PRIOR), "wrong": "crashed"}]
-    missing = tuner.row_of(untimed, document)
+    missing = tuner.row_of(untimed, document, 40)
     assert (
         "no time" in missing["why"] and tuner.figures([row, missing])["fast_off_percent_max"]["value"] is None
     )
@@ -69,7 +68,15 @@ def test_groups_are_drawn_by_kind_and_built(tmp_path: Path) -> None:
     assert drawn != tuner._drawn({}, "h100", 6, 1, ("rmsnorm", "small_mlp"), 0.0)
     (path,) = tuner.make(tmp_path, "h100", 1, 4, 0, ("rmsnorm",), 0.0)
     document = halves.read(path, halves.SCHEMA)
-    assert document["block"] == "rmsnorm_residual" and len(document["groups"]) == 1
-    assert len(document["candidates"]) == 4 and document["share"] >= 4
+    (key,), groups = document["drawn"], {g["key"]: g for g in document["groups"]}
+    assert document["block"] == "rmsnorm_residual" and key in groups and len(groups) > 1
+    counts = Counter(c["key"] for c in document["candidates"])
+    assert counts.pop(key) == 4 and set(counts.values()) == {1} and counts.keys() == groups.keys() - {key}
     with pytest.raises(Exception, match="no h100 here"):
         tuner.measured(tmp_path, 10.0)
+
+
+def test_trials_go_by_what_a_group_could_gain() -> None:
+    near, far = group(lambda tile: 2.0), {**group(lambda tile: 10.0), "key": "far"}
+    none = {**group(lambda tile: 1.0), "key": "none"}
+    assert tuner.shares_of([near, far, none], 100) == {"k": 10, "far": 90, "none": 1}
