@@ -98,6 +98,9 @@ def test_the_variance_table_counts_what_is_long_enough(tmp_path: Path) -> None:
     assert figures["intervals_that_overlap"]["value"] == 1.0
     assert figures["intervals_that_overlap_at_one_clock"]["value"] == 0.0, "nobody told how fast it was"
     assert results.read(results.write(found, tmp_path))["bench"] == "gauntlet"
+    rows = [{"block": "a", "seconds": 25.0}, {"block": "b", "seconds": 8.0}]
+    slow = gauntlet.hurried(rows)["seconds_of_the_longest"]
+    assert slow["value"] == 25.0 and slow["which"] == {"a": 25.0} and slow["met"] is False
     nothing = gauntlet.document([], [], {"changed": 0, "lost": 0}, 0)["figures"]
     assert nothing["variance_at_most_5_percent"]["value"] is None
 
