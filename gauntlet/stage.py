@@ -22,9 +22,9 @@ from gauntlet.subject import Subject
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
 BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 4.0
-QUICK_CANDIDATE_SECONDS = 1.5
-"""What a stage in a hurry may spend in candidate code, in seconds of processors: a library that plans anew
-for every size takes most of a second for each."""
+QUICK_PLANNING_SECONDS = 1.5
+"""What libraries may plan in a stage that is in a hurry, in seconds of processors: some plan anew for every
+size, and take most of a second for each."""
 LEAST_CASES, LEAST_DEAR_CASES, DEAR_SECONDS = 12, 6, 1.0
 """What a stage may spend on its own work, in seconds; where a case is dear, the list is thinned evenly, to no
 fewer than so many cases (of more than a second each: than so many)."""
@@ -141,10 +141,12 @@ class Context:
 
     @property
     def budgets(self) -> tuple[float, float]:
-        """Seconds that a stage may spend on its own work, and in candidate code."""
-        if self.quick:
-            return QUICK_BUDGET_SECONDS, QUICK_CANDIDATE_SECONDS
-        return BUDGET_SECONDS, math.inf
+        """Seconds that a stage may spend on its own work, and in what the artifact does on the processor:
+        beside a card these are libraries that plan. Code for a processor is the candidate's own, and must not
+        choose its cases by taking long."""
+        planning = self.quick and self.subject.device.type != "cpu"
+        own = QUICK_BUDGET_SECONDS if self.quick else BUDGET_SECONDS
+        return own, QUICK_PLANNING_SECONDS if planning else math.inf
 
     def at(self, recipe: Recipe) -> None:
         """The supervisor saves this case if the worker does not live to tell."""
