@@ -75,12 +75,16 @@ def test_a_budget_that_is_spent_still_tries_a_few() -> None:
     assert len(_walked([0.9] * 100, 1.0)) >= LEAST_CASES - 1
 
 
-@pytest.mark.parametrize(("quick", "least", "most"), [(True, LEAST_CASES - 1, 20), (False, 200, 200)])
-def test_in_a_hurry_an_artifact_that_is_slow_to_begin_is_asked_less(
-    quick: bool, least: int, most: int
+@pytest.mark.parametrize(
+    ("device", "quick", "least", "most"),
+    [("cuda", True, LEAST_CASES - 1, 20), ("cuda", False, 200, 200), ("cpu", True, 200, 200)],
+)
+def test_in_a_hurry_libraries_that_plan_for_every_size_are_asked_less(
+    device: str, quick: bool, least: int, most: int
 ) -> None:
-    """As a library that plans for every size: the seconds are the candidate's own."""
-    context = Context(cast(Subject, SimpleNamespace(declares=lambda dims: True)), lambda event: None, quick)
+    """Beside a card. On a processor the seconds are the candidate's own, and it chooses nothing."""
+    subject = SimpleNamespace(declares=lambda dims: True, device=torch.device(device))
+    context = Context(cast(Subject, subject), lambda event: None, quick)
     seen: list[int] = []
 
     def check(context: Context, recipe: Recipe) -> Outcome:
