@@ -149,8 +149,13 @@ def _dim_spec(value: Any, name: str) -> DimSpec:
     multiple = _int(found.get("multiple_of", 1), f"{where}.multiple_of", 1)
     tune = _expect(found.get("tune", []), list, f"{where}.tune", "a list of sizes")
     sizes = tuple(_int(t, f"{where}.tune") for t in tune)
-    if low > high or -(-low // multiple) * multiple > high:
-        raise EsperError("E0110", f"{where}: no size from {low} to {high} is a multiple of {multiple}")
+    if low > high:
+        raise EsperError(
+            "E0110", f"{where}: min {low} is above max {high}", hint="exchange them, or correct one"
+        )
+    if -(-low // multiple) * multiple > high:
+        what = f"{where}: no size from {low} to {high} is a multiple of {multiple}"
+        raise EsperError("E0110", what, hint=f"max has to reach {-(-low // multiple) * multiple}")
     for size in sizes:
         if not low <= size <= high or size % multiple:
             raise EsperError(

@@ -159,6 +159,7 @@ def _conditions(entry: Entry) -> str:
     said = str(report["wep"].get("conditions", UNMEASURED))
     kind = "soft" if said in ("steady", UNMEASURED) else "warn"
     facts = [context.get("card", ""), f"torch {context.get('torch', '-')}", dims and f"at {dims}",
+             "proven by the short list of cases" if context.get("cases") == "quick" else "",
              f"{found.get('processes', 0)} processes",
              f"{report['wep'].get('samples', 0)} samples"]  # fmt: skip
     told = ", ".join(str(fact) for fact in facts if fact)

@@ -51,7 +51,10 @@ def serve(channel: socket.socket, packages: tuple[str, ...]) -> None:
     gc.collect()
     gc.freeze()  # keeps the pages of the imports shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nannies need no burial
-    channel.send(b"ready")
+    try:
+        channel.send(b"ready")
+    except OSError:
+        return  # the supervisor was interrupted while this began
     while True:
         packet, descriptors, _, _ = socket.recv_fds(channel, PACKET, DESCRIPTORS)
         if not packet:

@@ -24,6 +24,7 @@ from library.store import Library
 
 
 @click.group(cls=Tool, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="esper-forge")
 @click.option(
     "--library", "path", type=click.Path(path_type=Path), help="Directory of the library [ESPER_LIBRARY]."
 )

@@ -88,7 +88,7 @@ def _repeated(context: Context, recipe: Recipe) -> Outcome:
         if wrong:
             share = int((arena.bits(first[wrong[0]]) != arena.bits(found[wrong[0]])).sum())
             return Failed(f"repeat {again} gives other bits in result {wrong[0]} ({share} bytes) at {recipe}")
-    return Passed({"repeats": again})
+    return Passed({"repeats": again, "bits_promised": int(context.subject.deterministic)})
 
 
 def near(a: Tensor, b: Tensor) -> bool:

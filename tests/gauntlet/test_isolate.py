@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,3 +168,12 @@ def test_an_interrupt_from_the_terminal_is_the_supervisors(server: ForkServer) -
     assert server.pid is not None
     os.kill(server.pid, signal.SIGINT)
     assert run(server, "good").kind == isolate.FINISHED
+
+
+def test_a_server_whose_supervisor_left_while_it_began_ends_in_silence() -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        command = [sys.executable, "-m", "gauntlet.server", str(its.fileno()), "gauntlet"]
+        server = subprocess.Popen(command, pass_fds=[its.fileno()], stderr=subprocess.PIPE)
+    _, said = server.communicate(timeout=60)
+    assert server.returncode == 0 and not said, said

@@ -98,6 +98,14 @@ def checked(text: str) -> Checker:
     return checker
 
 
+def test_it_says_which_list_of_cases_it_was() -> None:
+    full, quick = entry(), entry()
+    for found, cases in ((full, "full"), (quick, "quick")):
+        found.verdicts[-1].report["hardware_context"]["cases"] = cases
+    short = "proven by the short list of cases"
+    assert short in page.page([quick], "") and short not in page.page([full], "")
+
+
 def test_it_says_what_was_found() -> None:
     bad = entry("broken", passed=False, reason="numerics: y at rows=7: off by 3", power_watts_avg=300.0)
     text = page.page([entry(count=2), bad], "A title")

@@ -49,6 +49,15 @@ def test_rules(wep: dict[str, Any], tag: str) -> None:
     assert len({t for t in found if t.endswith("_speed")}) <= 1
 
 
+@pytest.mark.parametrize(
+    ("metrics", "given"), [({"bits_promised": 1}, True), ({"bits_promised": 0}, False), ({}, True)]
+)
+def test_bits_that_nobody_promises_are_not_called_deterministic(metrics: dict[str, int], given: bool) -> None:
+    report = _report(("determinism",), roofline_share=0.9)
+    report["stages"][0]["metrics"] = {"repeats": 4, **metrics}
+    assert ("deterministic" in tags.of(report)) is given
+
+
 def test_queries_know_every_tag_that_is_given() -> None:
     assert set(TAGS) == {*tags.ORDER, tags.BASIS, tags.PERCENTILE}
 

@@ -308,3 +308,9 @@ def test_names_do_not_steer_the_terminal(home: Path) -> None:
     with pytest.raises(EsperError) as error, Library.open(home, readonly=True) as lib:
         lib.load(record.id)
     assert "\x1b" not in str(error.value) and "\\x1b" in str(error.value)
+
+
+def test_it_says_its_version() -> None:
+    from importlib.metadata import version
+
+    assert version("esper-forge") in CliRunner().invoke(main, ["--version"]).output
