@@ -12,6 +12,7 @@ Beside the cases the report gets `parameters`: how many tensors there are that a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
@@ -257,6 +258,8 @@ def _directional(context: Context, recipe: Recipe) -> Outcome:
     slopes = meaning.directional(subject, meant, along, STEP)
     pairs = [(s, c) for s, c in zip(slopes, meant_flow, strict=True) if c is not None]
     wanted = sum(float((s * c.double()).sum()) for s, c in pairs)
+    if not math.isfinite(wanted):
+        return Skipped("the function is not finite beside these values")
     with context.launching():
         found = subject.trained(values, flowing, recipe.wanted)
     found = hosted.named(found, here)
