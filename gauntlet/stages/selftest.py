@@ -64,7 +64,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
 def _offer(context: Context, recipe: Recipe, told: _Told) -> Failed | None:
     """What the rule says of wrong answers to one case; `Failed` where it refuses eager's own."""
     subject = context.subject
-    other = replace(recipe, seed=recipe.seed + 1)
+    other = replace(recipe, seed=recipe.seed + 1, repeat=2)  # drawn, also where a case's own are stored
     (values, meant), others = inputs.case(subject, recipe), inputs.values(subject, other)
     wanted = subject.launch.interface.differentiable
     here = hosted.device(subject, recipe.dims)

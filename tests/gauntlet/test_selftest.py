@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gauntlet import accuracy
+from gauntlet import accuracy, inputs
 from gauntlet.stage import Context, Failed, Passed, Recipe
 from gauntlet.stages import selftest
 from gauntlet.subject import Subject
@@ -41,6 +41,21 @@ def test_what_no_values_refuse_cannot_be_judged(monkeypatch: pytest.MonkeyPatch)
     found = selftest.STAGE.run(context)
     assert isinstance(found, Failed) and "the rule would accept" in found.reason, found
     assert found.case is not None and isinstance(selftest.STAGE.check(context, found.case), Failed)
+
+
+def test_a_stored_case_is_offered_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the tensors of a case are given, other values are still other values."""
+    context, real, offered = _context(), selftest._wrong_answers, list[torch.Tensor]()
+    recipe = next(iter(selftest.STAGE.recipes(context)))
+    monkeypatch.setattr(selftest, "_wrong_answers", lambda *a: (offered.append(a[2]), real(*a))[1])
+    selftest.STAGE.check(context, recipe)
+    context.subject.stored = {
+        name: inputs.tensor_of(raw, torch.device("cpu"))
+        for name, raw in inputs.stored_form(context.subject, recipe).items()
+    }
+    selftest.STAGE.check(context, recipe)
+    half = len(offered) // 2
+    assert half and all(map(torch.equal, offered[:half], offered[half:]))
 
 
 def test_eagers_own_answer_has_to_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
