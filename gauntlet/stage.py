@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -187,7 +187,7 @@ class Sweep:
     def run(self, context: Context) -> Outcome:
         count, worst, sizes = 0, dict[str, Any](), dict[str, set[int]]()
         recipes, (own, theirs) = list(self.recipes(context)), map(Pace, context.budgets)
-        at = 0
+        at, kept = 0, _kept(context.subject, recipes)
         while at < len(recipes):
             recipe = recipes[at]
             began, before = time.process_time(), context.candidate_cpu  # a busy machine costs no case
@@ -195,7 +195,8 @@ class Sweep:
             launched = context.candidate_cpu - before
             own.took(time.process_time() - began - launched)
             theirs.took(launched)
-            at = max(own.next(at, len(recipes)), theirs.next(at, len(recipes)))
+            after = max(own.next(at, len(recipes)), theirs.next(at, len(recipes)))
+            at = next((early for early in kept if at < early < after), after)
             if isinstance(outcome, Failed):
                 return self._smaller(context, recipe, outcome)
             if isinstance(outcome, Passed):
@@ -231,10 +232,21 @@ class Sweep:
         return found
 
 
+def _kept(subject: Subject, recipes: Sequence[Recipe]) -> list[int]:
+    """Numbers of the cases that always stay: the first of every plan, variant and of the largest sizes."""
+    seen, found = set[tuple[Any, ...]](), list[int]()
+    for at, recipe in enumerate(recipes):
+        here = subject.reached(recipe.dims, recipe.wanted)
+        if not here <= seen:
+            found.append(at)
+            seen |= here
+    return found
+
+
 class Pace:
-    """Which case comes next. Where all of them would cost more than is allowed, some are left out: evenly
-    spaced, so that every kind of case keeps some; the last one, the largest, always stays. What a case costs
-    is learnt as they are done; the first ones also load code, and say little of the others.
+    """Which case comes next. Where all of them would cost more than is allowed, some are left out, evenly
+    spaced; the last one always stays. What a case costs is learnt as they are done; the first ones also load
+    code, and say little of the others.
     """
 
     def __init__(self, budget: float) -> None:

@@ -314,6 +314,16 @@ class Subject:
                     found.add((at, next(fitting, "")))
         return found
 
+    def reached(self, dims: Mapping[str, int], wanted: Sequence[str]) -> set[tuple[Any, ...]]:
+        """What a case at these sizes, for these gradients (none: for any), may show to be wrong as a whole:
+        plans, variants of kernels, and the largest sizes."""
+        if not self.declares(dims):
+            return set()
+        plans = self.launch.plans
+        asked = {at for at, plan in enumerate(plans) if set(plan.wanted) in (set(), set(wanted))}
+        found = {(at, kernel) for at, kernel in self._launched(dims) if not wanted or at in asked}
+        return found | ({("largest",)} if dims == self.largest_dims() else set())
+
     def base_dims(self) -> dict[str, int]:
         """The sizes that most cases use."""
         return dict(self._base)

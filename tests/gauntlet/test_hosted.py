@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from gauntlet import inputs
-from gauntlet.stage import LEAST_CASES, WARM, Context, Outcome, Pace, Passed, Recipe, Sweep
+from gauntlet.stage import LEAST_CASES, QUICK_PLANNING_SECONDS, WARM, Context, Outcome, Pace, Passed, Recipe, Sweep
+from gauntlet.stages import gradients, numerics
 from gauntlet.subject import Subject
 from library.manifest import unpack
-from tests.faults import corpus
+from tests.faults import corpus, handmade, toys
 
 STAGES = ("numerics", "gradients", "selftest")
 
@@ -82,8 +84,10 @@ def test_a_budget_that_is_spent_still_tries_a_few() -> None:
 def test_in_a_hurry_libraries_that_plan_for_every_size_are_asked_less(
     device: str, quick: bool, least: int, most: int
 ) -> None:
-    """Beside a card. On a processor the seconds are the candidate's own, and it chooses nothing."""
-    subject = SimpleNamespace(declares=lambda dims: True, device=torch.device(device))
+"""Beside a card. On a processor the seconds are the candidate's own, and it chooses nothing."""
+    subject = SimpleNamespace(
+        declares=lambda dims: True, device=torch.device(device), reached=lambda dims, wanted: {()}
+    )
     context = Context(cast(Subject, subject), lambda event: None, quick)
     seen: list[int] = []
 
@@ -95,6 +99,34 @@ def test_in_a_hurry_libraries_that_plan_for_every_size_are_asked_less(
     found = Sweep("", 0, lambda c: [Recipe("", {}, seed=at) for at in range(200)], check).run(context)
     assert isinstance(found, Passed) and least <= len(seen) <= most and seen[-1] == 199, seen
     assert found.metrics.get("cases_left_out", 0) == 200 - len(seen)
+
+
+class Hurried(Context):
+    """As beside a card."""
+
+    @property
+    def budgets(self) -> tuple[float, float]:
+        return 4.0, QUICK_PLANNING_SECONDS
+
+
+@pytest.mark.parametrize("stage", [numerics.STAGE, gradients.STAGE])
+@pytest.mark.parametrize("cost", [0.1, 0.3, 1.2])
+def test_however_dear_every_plan_and_the_largest_sizes_are_judged(stage: Sweep, cost: float) -> None:
+    """A plan that nothing is asked of may give anything."""
+    subject = Subject(unpack(handmade.build(toys.dense())), torch.device("cpu"))
+    subject.hurry, seen = True, list[Recipe]()
+
+    def check(context: Context, recipe: Recipe) -> Outcome:
+        seen.append(recipe)
+        context.candidate_cpu += cost
+        return Passed()
+
+    found = replace(stage, check=check).run(Hurried(subject, lambda event: None, quick=True))
+    assert isinstance(found, Passed) and found.metrics["cases_left_out"] > 80
+    assert subject.largest_dims() in [recipe.dims for recipe in seen]
+    if stage is gradients.STAGE:
+        asked = {frozenset(recipe.wanted) for recipe in seen}
+        assert asked >= {frozenset(p.wanted) for p in subject.launch.plans if p.phase == "backward"}
 
 
 def test_large_cases_are_drawn_in_part() -> None:
