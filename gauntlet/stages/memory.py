@@ -2,7 +2,7 @@
 written in full, nothing taken from memory that the kernels did not write, and no growth over a thousand
 calls.
 
-A call also leaves the processor's arithmetic as it was.
+A call also leaves the processor's arithmetic as it was, and on the CPU no thread that goes on computing.
 
 Each plan runs with every buffer fenced and poisoned, twice with other poison: an element that was not
 written, a workspace read before it was written, and a read beyond a buffer all make the two runs differ. On
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +34,9 @@ LEAST_CALLS, QUARTERS, GROWTH_BYTES = 20, 4, 128 << 10
 ROTATION = 3
 TOGETHER = 16
 """Calls whose results are compared at once: a card is waited for once."""
+
+
+NAPS, NAP_SECONDS = 20, 0.05
 
 
 def _arithmetic() -> list[float]:
@@ -215,10 +219,23 @@ def _growth(context: Context, recipe: Recipe) -> Outcome:
                 marks.append(_resident(subject))
     if wrong:
         return Failed(wrong)
+    if subject.device.type == "cpu" and _restless():
+        return Failed("threads that it began go on computing after its calls have ended")
     steps = [b - a for a, b in zip(marks[1:], marks[2:], strict=False)]  # the first quarter warms up
     if min(steps) > GROWTH_BYTES:
         return Failed(f"memory grows steadily: {steps} bytes in each {calls // QUARTERS} of {calls} calls")
     return Passed({"calls": calls, "grown_bytes": max(marks[-1] - marks[1], 0)})
+
+
+def _restless() -> bool:
+    """Whether other threads of this process compute while this one waits: those of a pool may do so for a
+    while before they sleep."""
+    for _ in range(NAPS):
+        began, own = time.process_time(), time.thread_time()
+        time.sleep(NAP_SECONDS)
+        if time.process_time() - began - (time.thread_time() - own) < NAP_SECONDS / 20:
+            return False
+    return True
 
 
 def _both(

@@ -67,6 +67,27 @@ def test_the_processors_arithmetic_is_left_as_it_was(bits: str, server: ForkServ
     assert "leaves the processor" in reason
 
 
+THREAD = """
+static void linger(void) {
+  const long at = 1l << 44;  /* memory that is there from the first call on */
+  long r; register long p __asm__("r10") = 0x100022; register long q __asm__("r8") = -1;
+  register long s __asm__("r9") = 0;
+  __asm__ volatile("syscall" : "=a"(r) : "a"(9), "D"(at), "S"(4096), "d"(3), "r"(p), "r"(q), "r"(s)
+    : "rcx", "r11", "memory");
+  if (r != at) return;
+  p = q = 0;
+  __asm__ volatile("syscall; test %%rax, %%rax; jnz 1f; 2: pause; jmp 2b; 1:" : "=a"(r)
+    : "a"(56), "D"(0x50f00), "S"(at + 4096), "d"(0), "r"(p), "r"(q) : "rcx", "r11", "memory");
+}
+"""
+
+
+@pytest.mark.skipif(handmade.ARCH != "x86-64-v1", reason="the system calls of another processor")
+def test_no_thread_goes_on_after_a_call(server: ForkServer) -> None:
+    reason = _refused(_hostile("linger();", THREAD), server)
+    assert "memory: threads that it began go on computing" in reason
+
+
 @pytest.mark.parametrize("body", ["v[0] = v[0];", "const float was = v[0]; v[0] = was + 1; v[0] = was;"])
 def test_inputs_are_not_written_whatever_is_written(body: str, server: ForkServer) -> None:
     """Another thread reads them meanwhile, and they may be a file's pages."""
