@@ -246,7 +246,7 @@ def _kept(subject: Subject, recipes: Sequence[Recipe]) -> list[int]:
 class Pace:
     """Which case comes next. Where all of them would cost more than is allowed, some are left out, evenly
     spaced; the last one always stays. What a case costs is learnt as they are done; the first ones also load
-    code, and say little of the others.
+    code: they say little of the others, and leave these half of what is allowed.
     """
 
     def __init__(self, budget: float) -> None:
@@ -263,7 +263,8 @@ class Pace:
         if not learnt:
             return at + 1
         each = max(sum(last) / len(last) for last in (learnt, learnt[-RECENT:]))  # later ones may be larger
-        keep = int(min((self.budget - sum(self.costs)) / max(each, 1e-9), count))
+        spent = min(sum(self.costs[:WARM]), self.budget / 2) + sum(learnt)
+        keep = int(min((self.budget - spent) / max(each, 1e-9), count))
         least = LEAST_DEAR_CASES if each > DEAR_SECONDS else LEAST_CASES
         keep = max(keep, least - self.done, 1)
         return at + 1 if left <= keep else at + -(-left // keep)

@@ -65,6 +65,7 @@ def _walked(costs: list[float], budget: float) -> list[int]:
 
 def test_first_cases_that_load_code_leave_nothing_out() -> None:
     assert _walked([3.0] * WARM + [0.01] * 300, 40.0) == list(range(300 + WARM))
+    assert _walked([3.0] * WARM + [0.002] * 300, 1.5) == list(range(300 + WARM)), "more than was allowed"
 
 
 def test_dear_cases_are_spread_and_the_last_stays() -> None:
