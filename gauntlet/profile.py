@@ -54,7 +54,7 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
     tell = tell or (lambda event: None)
     with tempfile.TemporaryDirectory(prefix="esper-measure-") as scratch:
         for number in range(job.spends.processes):
-            if number >= LEAST_PROCESSES and time.monotonic() - began > job.spends.enough_s:
+            if len(found) >= LEAST_PROCESSES and time.monotonic() - began > job.spends.enough_s:
                 break  # each loads its libraries anew, which may be seconds
             tell({"event": "stage", "name": NAME, "part": number + 1, "parts": job.spends.processes})
             ending = _process(container, job, server, number, scratch if job.device != "cpu" else "", tell)

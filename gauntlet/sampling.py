@@ -34,8 +34,8 @@ STEADY = "steady"
 class Effort:
     """What a process spends. It stops with `samples` of every work whose interval of the median (95 %) is at
     most `width` wide; it waits for that width no longer than `patience_s`, and in no case goes on after
-    `seconds`. `heat_s`: of work before the first sample. `processes`: fresh ones; beyond `LEAST_PROCESSES`
-    none is begun after `enough_s`."""
+    `seconds`. `heat_s`: of work before the first sample. `processes`: fresh ones; once
+    `LEAST_PROCESSES` have measured none is begun after `enough_s`."""
 
     samples: int = 300
     width: float = 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch._dynamo.utils import counters
 from esper_ir import text, verify
 from gauntlet import nvbench, nvml, profile, runner, workload
 from gauntlet.cli import main
-from gauntlet.isolate import ForkServer
+from gauntlet.isolate import FINISHED, ILLEGAL, Ending, ForkServer
 from gauntlet.measuring import peak_bytes
 from gauntlet.opclass import of_graph
 from gauntlet.progress import Estimate, Report
@@ -66,12 +67,26 @@ def test_processes_that_die_are_named(server: ForkServer) -> None:
     assert broken.outcome == "skipped" and "no process could measure: process 1" in broken.reason
 
 
-def test_in_a_hurry_three_processes_do(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:illegal")
-    for enough, begun in ((0.0, 3), (float("inf"), 4)):
-        hurried = profile.Job("cpu", effort=replace(SHORT, processes=4, enough_s=enough))
-        said = profile.measure(b"", hurried, server)
-        assert said.reason.count("illegal-access") == begun, said.reason
+@pytest.mark.parametrize(
+    ("died", "enough", "begun"), [((), 0.0, 3), ((), math.inf, 5), ((0,), 0.0, 4), ((0, 3), 0.0, 5)]
+)
+def test_in_a_hurry_three_that_measured_do(
+    monkeypatch: pytest.MonkeyPatch, died: tuple[int, ...], enough: float, begun: int
+) -> None:
+    """Those that die are no reason to look at fewer."""
+    seen: list[int] = []
+
+    def process(container: bytes, job: profile.Job, server: object, number: int, *rest: object) -> Ending:
+        seen.append(number)
+        if number in died:
+            return Ending(ILLEGAL, "SIGSEGV in candidate code", (), "", 0.0)
+        return Ending(FINISHED, "", ({"event": "measured"},), "", 0.0)
+
+    monkeypatch.setattr(profile, "_process", process)
+    monkeypatch.setattr(profile, "metrics_of", lambda found, job: {"processes": len(found)})
+    job = profile.Job("cpu", effort=replace(SHORT, processes=5, enough_s=enough))
+    said = profile.measure(b"", job, ForkServer())
+    assert len(seen) == begun and said.outcome == ("failed" if len(died) > 1 else "passed")
 
 
 def test_code_that_kills_what_measures_it_is_refused(
