@@ -35,6 +35,17 @@ def test_values_that_say_nothing_are_made_up_for_by_others(monkeypatch: pytest.M
     assert isinstance(found, Passed) and found.metrics["cases"] > 2 and found.metrics["refused"] > 20, found
 
 
+def test_where_a_case_is_dear_others_are_asked_for_what_the_first_accepts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selftest, "DEAR", 100)
+    found = selftest.STAGE.run(_context())
+    assert isinstance(found, Passed) and found.metrics["cases"] == 1
+    _blind(monkeypatch, "normal")
+    found = selftest.STAGE.run(_context())
+    assert isinstance(found, Passed) and found.metrics["cases"] == 2
+
+
 def test_what_no_values_refuse_cannot_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     context = _context()
     _blind(monkeypatch, *(r.draw for r in selftest.STAGE.recipes(context)))
