@@ -372,7 +372,7 @@ class Subject:
         if not self._eager:
             first = self._measured(self.base_dims())  # the first run also loads libraries
             self._eager = min(first, self._measured(self.base_dims()))
-        return self._eager * max(1.0, self.elements(dims) / self.elements(self.base_dims()))
+        return self._eager * max(1.0, self.elements(dims) / max(self.elements(self.base_dims()), 1))
 
     def _measured(self, dims: Mapping[str, int]) -> float:
         began = time.monotonic()
