@@ -20,7 +20,7 @@ from gauntlet import accuracy, arena, hosted, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 
 DEAR = 1 << 18
-"""Elements of the largest tensor beyond which one draw has to do, where it leaves no wrong answer accepted."""
+"""Elements of the largest tensor beyond which one draw has to do, where it accepts no wrong answer."""
 FAR = 0.05
 """Relative root mean square distance from the right answer that makes an answer certainly wrong."""
 CLEAR = 4
