@@ -61,7 +61,7 @@ def make(
         built = halves.build_only(work.kernels, work.target, here, trials * len(keys), say, set(keys))
         if rest := {h.key for h in hunts_of(work.kernels)} - set(keys):
             beside = halves.build_only(work.kernels, work.target, here, 0, say, rest, least=1)
-            built |= {part: [*built[part], *beside[part]] for part in ("groups", "candidates")}
+            built |= {part: [*beside[part], *built[part]] for part in ("groups", "candidates")}
         path = folder / f"{block}.candidates"
         halves.write({**built, "block": block, "drawn": sorted(keys)}, path)
         made.append(path)
@@ -110,11 +110,15 @@ def measured(
             named = {"commit": header["commit"], **found, "block": document["block"], "card": header["card"]}
             halves.write(named, times / f"{document['block']}.times")
         shares = shares_of(found["groups"], EFFORTS["standard"][0])
+        whole = {str(g["key"]) for g in document["groups"]} == {
+            str(g["key"]) for g in found["groups"] if g["trials"]
+        }
         rows += [
-            {**row_of(group, document, shares[group["key"]]), "commit": found.get("commit", header["commit"])}
+            {**row_of(group, document, shares[group["key"]] if whole else 0),
+             "commit": found.get("commit", header["commit"])}
             for group in found["groups"]
             if group["trials"] and group["key"] in document["drawn"]
-        ]
+        ]  # fmt: skip
     return {**header, "rows": rows, "figures": figures(rows)}
 
 
@@ -128,7 +132,8 @@ def shares_of(groups: Sequence[Mapping[str, Any]], trials: int) -> dict[str, int
 
 
 def row_of(group: Mapping[str, Any], document: Mapping[str, Any], share: int) -> dict[str, Any]:
-    """A group with what each pipeline would have got, and how far from the best that is."""
+    """A group with what each pipeline would have got, and how far from the best that is. `share`: trials of
+    the search; none where other groups of the block have no times, and its share is not known."""
     trials = [t for t in map(trial_of, group["trials"]) if t is not None]
     right = [t for t in trials if not t.wrong]
     prior = halves.hunt_of(group).prior
@@ -141,12 +146,9 @@ def row_of(group: Mapping[str, Any], document: Mapping[str, Any], share: int) ->
     if first is None:
         return {**base, "why": "the tile of `fast` has no time"}
     best = min(right, key=lambda t: t.us)
-    found = searched(halves.hunt_of(group), trials, share)
-    off = {
-        f"{name}_off_percent": 100 * (t.us / best.us - 1)
-        for name, t in (("fast", first), ("standard", found))
-    }
-    return {**base, "fast": first.row(), "best": best.row(), "standard": found.row(), **off}
+    told = {"fast": first, **({"standard": searched(halves.hunt_of(group), trials, share)} if share else {})}
+    off = {f"{name}_off_percent": 100 * (t.us / best.us - 1) for name, t in told.items()}
+    return {**base, "best": best.row(), **{name: t.row() for name, t in told.items()}, **off}
 
 
 def searched(hunt: Hunt, trials: Sequence[Trial], share: int) -> Trial:

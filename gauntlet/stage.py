@@ -234,8 +234,12 @@ class Sweep:
 
 def _kept(subject: Subject, recipes: Sequence[Recipe]) -> list[int]:
     """Numbers of the cases that always stay: the first of every plan, variant and of the largest sizes."""
-    seen, found = set[tuple[Any, ...]](), list[int]()
+    alike, seen, found = set[tuple[Any, ...]](), set[tuple[Any, ...]](), list[int]()
     for at, recipe in enumerate(recipes):
+        asked = (*sorted(recipe.dims.items()), recipe.wanted)
+        if asked in alike:
+            continue
+        alike.add(asked)
         here = subject.reached(recipe.dims, recipe.wanted)
         if not here <= seen:
             found.append(at)

@@ -15,7 +15,17 @@ import pytest
 import torch
 
 from gauntlet import inputs
-from gauntlet.stage import LEAST_CASES, QUICK_PLANNING_SECONDS, WARM, Context, Outcome, Pace, Passed, Recipe, Sweep
+from gauntlet.stage import (
+    LEAST_CASES,
+    QUICK_PLANNING_SECONDS,
+    WARM,
+    Context,
+    Outcome,
+    Pace,
+    Passed,
+    Recipe,
+    Sweep,
+)
 from gauntlet.stages import gradients, numerics
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -85,7 +95,7 @@ def test_a_budget_that_is_spent_still_tries_a_few() -> None:
 def test_in_a_hurry_libraries_that_plan_for_every_size_are_asked_less(
     device: str, quick: bool, least: int, most: int
 ) -> None:
-"""Beside a card. On a processor the seconds are the candidate's own, and it chooses nothing."""
+    """Beside a card. On a processor the seconds are the candidate's own, and it chooses nothing."""
     subject = SimpleNamespace(
         declares=lambda dims: True, device=torch.device(device), reached=lambda dims, wanted: {()}
     )
