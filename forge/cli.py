@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -438,7 +439,8 @@ def explain_miss(first: str, second: str, library: Path | None, as_json: bool) -
         if not rows:
             click.echo("the two keys do not differ", err=True)
         if not as_json:
-            rows = [{name: _short(_cell(value)) for name, value in row.items()} for row in rows]
+            told = [(row["field"], *_apart(_cell(row["first"]), _cell(row["second"]))) for row in rows]
+            rows = [dict(zip(("field", "first", "second"), cells, strict=True)) for cells in told]
         _table(rows, as_json, "esper-explain-miss/1", "differences")
 
 
@@ -465,6 +467,14 @@ def _table(rows: list[dict[str, Any]], as_json: bool, schema: str, key: str) -> 
     widths = [min(max(map(len, column)), WIDEST) for column in zip(*lines, strict=True)]
     for line in lines:
         click.echo("  ".join(f"{text:<{w}}" for text, w in zip(line, widths, strict=True)).rstrip())
+
+
+def _apart(first: str, second: str) -> tuple[str, str]:
+    """Both, as much as fits; of long ones from a little before where they part."""
+    begin = len(os.path.commonprefix((first, second))) - WIDEST // 4
+    if max(len(first), len(second)) <= WIDEST or begin <= 0:
+        return _short(first), _short(second)
+    return _short("..." + first[begin:]), _short("..." + second[begin:])
 
 
 def _short(text: str) -> str:

@@ -370,3 +370,13 @@ def test_under_the_oldest_locale_and_without_a_home(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [["compile"], ["explain"], ["print", RMS, "--what", "all"], ["nothing"]])
 def test_wrong_usage(words: list[str]) -> None:
     assert run(*words).exit_code == EXIT_USAGE
+
+
+def test_long_texts_are_shown_where_they_part() -> None:
+    from forge.cli import WIDEST, _apart
+
+    same = "a" * 200
+    first, second = _apart(same + "one" + "z" * 100, same + "two")
+    assert first.startswith("...aaa") and "one" in first and second.endswith("two") and first != second
+    assert max(len(first), len(second)) <= WIDEST
+    assert _apart("short", "shorter") == ("short", "shorter")
