@@ -16,7 +16,7 @@ from esper_ir.graphbuilder import GraphBuilder
 from esper_ir.infer import Inference
 from esper_ir.opdef import Number
 from esper_ir.registry import OPS, lookup
-from esper_ir.text import NAME, SECTIONS, SYMBOL, freeze
+from esper_ir.text import NAME, SECTIONS, SYMBOL, dim_spec, freeze, initialiser
 from esper_ir.types import Dim, DimSpec, DType, TensorType
 from esper_ir.verify import typed
 
@@ -155,7 +155,8 @@ class Builder:
         """Declare a symbolic size with its inclusive range and the sizes to tune for."""
         if not SYMBOL.fullmatch(name):
             raise EsperError("E0107", f"bad name {name!r} of a dim", hint=f"at {_caller()}")
-        self._dims[name] = DimSpec(min, max, tuple(tune), multiple_of)
+        written = {"min": min, "max": max, "tune": list(tune), "multiple_of": multiple_of}
+        self._dims[name] = dim_spec(written, name)
         return Dim.sym(name)
 
     def at_least(self, count: Dim, low: int) -> None:
@@ -171,14 +172,15 @@ class Builder:
     def param(self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | str | None = None,
               compute: str | DType | None = None) -> Value:  # fmt: skip
         """A parameter. `compute`: the dtype in which the graph reads it (mixed precision)."""
-        given = {"kind": init} if isinstance(init, str) else init
+        given = None if init is None else initialiser(init, f"params.{name}.init")
         seen = DType.parse(compute) if isinstance(compute, str) else compute
-        return self._leaf(Leaf(name, "param", TensorType.of(dtype, shape), given and dict(given), seen))
+        return self._leaf(Leaf(name, "param", TensorType.of(dtype, shape), given, seen))
 
     def buffer(
         self, name: str, dtype: str | DType, shape: Shape, init: Mapping[str, Any] | None = None
     ) -> Value:
-        return self._leaf(Leaf(name, "buffer", TensorType.of(dtype, shape), init and dict(init)))
+        given = None if init is None else initialiser(init, f"buffers.{name}.init")
+        return self._leaf(Leaf(name, "buffer", TensorType.of(dtype, shape), given))
 
     def constant(self, name: str, dtype: str | DType, shape: Shape, data: Any) -> Value:
         return self._leaf(Leaf(name, "constant", TensorType.of(dtype, shape), data=freeze(data, name)))

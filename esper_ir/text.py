@@ -141,7 +141,8 @@ def _int(value: Any, where: str, least: int = 0) -> int:
     return number
 
 
-def _dim_spec(value: Any, name: str) -> DimSpec:
+def dim_spec(value: Any, name: str) -> DimSpec:
+    """The range of the dim `name`, as a blueprint writes it; E0110."""
     where = f"dims.{name}"
     found = _object(value, where, (), ("min", "max", "tune", "multiple_of"))
     low = _int(found.get("min", 1), f"{where}.min")
@@ -178,10 +179,10 @@ def _type(found: Mapping[str, Any], where: str) -> TensorType:
     return TensorType(dtype, tuple(_dim(s, f"{where}.shape") for s in shape))
 
 
-def _init(value: Any, where: str) -> dict[str, Any]:
-    """An initialiser; a bare string is short for {"kind": ...}. Only what was written is kept."""
+def initialiser(value: Any, where: str) -> dict[str, Any]:
+    """An initialiser; a bare string is short for {"kind": ...}. Only what was written is kept. E0111."""
     found = (
-        {"kind": value} if isinstance(value, str) else _expect(value, dict, where, "an object with `kind`")
+        {"kind": value} if isinstance(value, str) else _expect(value, Mapping, where, "an object with `kind`")
     )
     kind = found.get("kind")
     known = INITIALISERS.get(kind) if isinstance(kind, str) else None
@@ -219,7 +220,7 @@ def _leaf(section: str, name: str, value: Any) -> Leaf:
     extra = {"param": ("init", "compute"), "buffer": ("init",)}.get(kind, ())
     found = _object(value, where, needed, extra)
     compute = DType.parse(found["compute"], where) if "compute" in found else None
-    init = _init(found["init"], f"{where}.init") if "init" in found else None
+    init = initialiser(found["init"], f"{where}.init") if "init" in found else None
     data = _data(found["data"], f"{where}.data") if kind == "constant" else None
     return Leaf(name, kind, _type(found, where), init, compute, data)
 
@@ -293,7 +294,7 @@ def parse(data: bytes | str, *, source: str = "<text>", base: Path | None = None
     nodes = _expect(found["nodes"], list, "nodes", "a list")
     if len(nodes) > MAX_NODES:
         raise _too_big(f"{len(nodes):,} nodes", MAX_NODES)
-    dims = {n: _dim_spec(v, n) for n, v in _map(found.get("dims", {}), "dims", SYMBOL).items()}
+    dims = {n: dim_spec(v, n) for n, v in _map(found.get("dims", {}), "dims", SYMBOL).items()}
     leaves = [_leaf(s, n, v) for s in SECTIONS for n, v in _map(found.get(s, {}), s).items()]
     if base is not None:
         _check_files(leaves, base)

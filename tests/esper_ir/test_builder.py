@@ -212,3 +212,13 @@ def test_constants_of_a_file_are_checked_when_the_blueprint_is_read(tmp_path: Pa
             load(path)
         assert caught.value.code == code
         (tmp_path / "k.safetensors").write_bytes(b"")
+
+
+def test_what_the_text_form_refuses_is_refused_at_once() -> None:
+    b = Builder("b")
+    with pytest.raises(EsperError, match="E0111.*unknown initialiser 'gauss'"):
+        b.param("w", "float32", [3], {"kind": "gauss"})
+    with pytest.raises(EsperError, match="E0110.*min 9 is above max 4"):
+        b.dim("rows", min=9, max=4)
+    with pytest.raises(EsperError, match="E0110"):
+        b.dim("rows", max=10, tune=[11])
