@@ -439,8 +439,8 @@ def explain_miss(first: str, second: str, library: Path | None, as_json: bool) -
         if not rows:
             click.echo("the two keys do not differ", err=True)
         if not as_json:
-            told = [(row["field"], *_apart(_cell(row["first"]), _cell(row["second"]))) for row in rows]
-            rows = [dict(zip(("field", "first", "second"), cells, strict=True)) for cells in told]
+            for row in rows:
+                row["first"], row["second"] = _apart(_cell(row["first"]), _cell(row["second"]))
         _table(rows, as_json, "esper-explain-miss/1", "differences")
 
 
