@@ -45,7 +45,7 @@ def _told(asked: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("block", ["seed_norm", "seed_gated"])
+@pytest.mark.parametrize("block", ["seed_norm", "seed_lora_64"])
 def test_what_is_right_passes_on_a_device_of_its_own(block: str) -> None:
     case = {"path": f"examples/{block}.json", "wrong": 0.0, "quick": True}
     small, large = _judged({**case, "small": True}, {**case, "small": False})
