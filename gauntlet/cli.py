@@ -51,12 +51,17 @@ main.add_command(risk)
     help="Baselines to measure beside, separated by commas: eager, torch.compile (eager is always there).",
 )
 @click.option("--again", is_flag=True, help="Judge and measure those that have a verdict once more.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 30) - 1),
+    help="Draw the values of the cases as the verdict with this seed did; a new one each time without.",
+)
 @device_option
 @library_option
 @json_option
 def bench(
     ids: tuple[str, ...], pending: bool, quick: bool, compare: tuple[str, ...], again: bool,
-    device: str | None, library: str | None, as_json: bool,
+    seed: int | None, device: str | None, library: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Run artifacts through every stage, measure those that pass, and sign the verdicts. Exit 1 if any is
     REJECTED. Of those that are pending, what is for other machines than this is named and left, which is no
@@ -80,7 +85,7 @@ def bench(
             for artifact_id in chosen:
                 found = _proven(
                     artifact_id, progress=bar.event, library=opened, quick=quick, device=device,
-                    server=server, compare=compare, again=again,
+                    server=server, compare=compare, again=again, seed=seed,
                 )  # fmt: skip
                 done.add(artifact_id, found, bar, named=(*ids, device))
         if as_json:
@@ -175,8 +180,8 @@ def show(artifact: str, library: str | None, as_json: bool) -> None:
 
 
 def _say_circumstances(context: dict[str, Any]) -> None:
-    """On what it was judged, with which list of cases and behind which walls."""
-    parts = (("on", "card"), ("cases", "cases"), ("sandbox", "sandbox"))
+    """On what it was judged, with which list and which values of cases, and behind which walls."""
+    parts = (("on", "card"), ("cases", "cases"), ("seed", "seed"), ("sandbox", "sandbox"))
     click.echo("  " + ", ".join(f"{word} {context[key]}" for word, key in parts if key in context))
 
 

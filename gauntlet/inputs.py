@@ -14,7 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
-from gauntlet import edges, hosted, lone, ranges
+from gauntlet import edges, hosted, lone, medley, ranges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -42,6 +42,8 @@ rest of a row after whole vectors or tiles is code of its own; those of one sign
 that sums are felt in rows that begin or end with zeros; large and small rows in turn, where rows are counted:
 with cotangents that are small and large in turn no row outweighs another in a sum, and a little of a large
 row in the next one does."""
+ALIKE = "alike"
+"""One number everywhere; of single tensors in a medley."""
 LIFT = {torch.float16: 5.0}
 """Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
 START, END = "start", "end"
@@ -125,7 +127,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if leaf.kind == "constant":
         return constant_value(leaf).to(where)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
-    named = next((m for m in (lone, edges) if recipe.draw.startswith(m.DRAW)), ranges)
+    named = next((m for m in (lone, edges, medley) if recipe.draw.startswith(m.DRAW)), ranges)
     how = named.of_leaf(recipe.draw, leaf.name)
     recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
@@ -176,7 +178,7 @@ def _draw(
     if name in ranges.OWN and kind.dtype.is_floating:
         shape = tuple(d.value(recipe.dims) for d in kind.shape)
         return ranges.drawn(name, shape, kind.dtype, generator)
-    if name not in OWN_DRAWS:
+    if name not in (*OWN_DRAWS, ALIKE):
         return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator, below)
     drawn = oracle.draw("normal", kind, recipe.dims, generator, below)
     if not kind.dtype.is_floating:
@@ -199,6 +201,8 @@ def _draw(
         rows = (*wide.shape[:-1], 1)
         spread = torch.randint(-3, 4, rows, generator=generator).double().exp2()
         wide = wide * spread + 2 * spread * torch.randn(rows, generator=generator).double()
+    elif name == ALIKE and wide.numel():
+        wide = wide.flatten()[0].expand(wide.shape)
     elif name == "tiny":
         wide = wide * 1e-5
     elif name == "integers":
@@ -277,8 +281,8 @@ def _cotangent(
         dense = stored.clone()
     elif recipe.cotangent in ranges.COTANGENTS:
         return ranges.drawn(recipe.cotangent, shape, kind.dtype, generator, ranges.FLOWING).to(device)
-    elif recipe.cotangent in HALVES:
-        dense = _draw(recipe.cotangent, kind, recipe, generator, None)
+    elif (way := _way(recipe.cotangent, COTANGENT + name)) is not None:
+        dense = _draw(way, kind, recipe, generator, None)
     elif recipe.cotangent == "zeros":
         dense = torch.zeros(shape, dtype=dtype)
     elif recipe.cotangent == "normal" and (some := _drawn_rows(kind, recipe)):
@@ -290,6 +294,13 @@ def _cotangent(
         dense = _shaped(recipe.cotangent, dense, generator)
     dense = dense.to(device)
     return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
+
+
+def _way(cotangent: str, name: str) -> str | None:
+    """How a leaf is drawn that is as this cotangent."""
+    if cotangent.startswith(medley.DRAW):
+        return medley.of_leaf(cotangent, name)
+    return cotangent if cotangent in HALVES else None
 
 
 def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:

@@ -65,7 +65,7 @@ def opened(arguments: int, result: int) -> tuple[dict[str, Any], Context]:
     _keep_pages()
     context = Context(subject, emit, job["quick"], job["seed"], threads=torch.get_num_threads())
     emit({"event": "context", **hardware(subject.device), "sandbox": confine(subject.device),
-                  "cases": "quick" if job["quick"] else "full"})  # fmt: skip
+                  "cases": "quick" if job["quick"] else "full", "seed": job["seed"]})  # fmt: skip
     if subject.device.type != "cpu" or subject.fixed_elements < MANY:
         # The determinism stage tries others; waking idle threads costs more than it saves, and beside a card
         # the processor has small cases only.

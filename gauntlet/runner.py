@@ -45,8 +45,10 @@ CASES = "cases"
 ELSEWHERE = "E0903"
 """What this machine cannot judge, whatever the artifact is worth."""
 BLAMED = (CRASH, ILLEGAL, ENDLESS, MEMORY)
-POLICY = "stage-1/2"
+POLICY = "stage-1/3"
 """Name of the rules a verdict was made under; a change of bounds or stages makes a new one."""
+SEEDS = 1 << 30
+"""Values of cases are drawn by one of so many numbers: which one nobody knows who made the artifact."""
 Progress = Callable[[str, Event], None]
 
 
@@ -105,18 +107,20 @@ def prove(
     compare: tuple[str, ...] = ("eager",),
     effort: Effort | None = None,
     again: bool = False,
+    seed: int | None = None,
 ) -> Verdict:
     """Run every stage on one artifact and record the signed verdict. An artifact that has a verdict keeps it,
     unless it is to be judged and measured `again`: then the new one stands beside it.
 
     `library`: an open one (with the validator's role), a path, or the default place. `device`: "cpu",
     "cuda:0"; by default what the artifact is for. `compare`: baselines of the measurement, `effort`: what it
-    spends (None: what `quick` asks for). E07xx from the library; E0902, E0903 when the machine is not fit to
+    spends (None: what `quick` asks for). `seed`: of the values of all cases, recorded with the verdict (None:
+    a new one). E07xx from the library; E0902, E0903 when the machine is not fit to
     judge.
     """
     if not isinstance(library, Library) or server is None:
         options: dict[str, Any] = {"quick": quick, "device": device, "progress": progress}
-        options |= {"compare": compare, "effort": effort, "again": again}
+        options |= {"compare": compare, "effort": effort, "again": again, "seed": seed}
         with contextlib.ExitStack() as held:
             if not isinstance(library, Library):
                 library = held.enter_context(Library.open(library, create=False, roles=("validator",)))
@@ -133,7 +137,8 @@ def prove(
             return _known(record.id, known.passed, known.reason, known.report)
         quarantine.admit(library.home, chosen, server)
         container = library.load(record.id, allow_unvalidated=True).container.data
-        found = judge(container, chosen, server, quick=quick, progress=progress, artifact_id=record.id)
+        drawn = {"quick": quick, "seed": secrets.randbelow(SEEDS) if seed is None else seed}
+        found = judge(container, chosen, server, **drawn, progress=progress, artifact_id=record.id)
         if found.code == ELSEWHERE:
             raise _elsewhere(record.id, f"it is for {record.arch}, which {chosen} here cannot run")
         if found.passed and chosen != "cpu":

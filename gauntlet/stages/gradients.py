@@ -3,6 +3,7 @@
 gradients asked for     all, each alone, all but one
 cotangents              random, ones and rows with stride 0, alike in parts, one-hot, zeros, runs of zeros,
                         transposed, absent
+medleys                 each leaf and cotangent drawn in a way of its own, at one to three rows
 heavy sums              leaves and cotangents of one sign, exact, or with rows that one element outweighs
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
 directional             <gradient, d> against <cotangent, (f(v+hd) - f(v-hd)) / 2h> in float64: no rule
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from esper_ir import oracle
-from gauntlet import accuracy, edges, hosted, inputs, meaning, ranges
+from gauntlet import accuracy, edges, hosted, inputs, meaning, medley, ranges
 from gauntlet.kept import Kept
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.stages.numerics import deep, odd_dims, sizes
@@ -100,6 +101,9 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield from _together(subject, replace(base, dims=dims), skewed, ())
     for dims in (_ragged(subject), *subject.regions[1:]):
         yield from _together(subject, replace(base, dims=dims), (LEAK, *(() if context.quick else ENDS)), ())
+    for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject)):
+        seeded = replace(base, dims=dims, seed=context.seed + number)
+        yield from _together(subject, seeded, ((draw, draw),), ())
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):

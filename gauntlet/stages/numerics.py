@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, edges, hosted, inputs, lone, meaning, ranges
+from gauntlet import accuracy, edges, hosted, inputs, lone, meaning, medley, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -48,6 +48,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, dims=dims, draw=draw)
         for draw in (*ends, *beside) if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
+    for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject)):
+        yield replace(base, dims=dims, draw=draw, seed=context.seed + number)
     for dims in sizes(context):
         yield replace(base, dims=dims)
     for dims in deep(context):

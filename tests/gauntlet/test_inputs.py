@@ -11,7 +11,7 @@ import torch
 
 from esper_ir import text
 from esper_ir.builder import Builder
-from gauntlet import inputs
+from gauntlet import inputs, medley
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -49,6 +49,22 @@ def test_large_and_small_rows_in_turn_are_of_one_size_in_a_product() -> None:
     sizes = [float(t.square().mean().sqrt()) for t in (own, other[::2], other[1::2])]
     assert 0.5 < sizes[0] < 2 and sizes[1] > 1e5 and sizes[2] < 1e-5
     assert 0.3 < float(drawn["w"].abs().mean()) < 1.5
+
+
+def test_in_a_medley_each_tensor_is_drawn_in_a_way_of_its_own() -> None:
+    """All ways come about, of leaves and of cotangents, at few rows; and a number stands for one draw."""
+    subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    tried = list(medley.tried(subject, 200))
+    assert {dims["rows"] for _, dims in tried} == {1, 2, 3}
+    pairs = {tuple(medley.of_leaf(draw, n) for n in ("x", "w", "cotangent:y")) for draw, _ in tried}
+    for place in range(3):
+        assert {ways[place] for ways in pairs} == set(medley.WAYS)
+    assert len(pairs) > 150
+    draw, dims = next((d, s) for d, s in tried if medley.of_leaf(d, "x") == inputs.ALIKE and s["rows"] == 2)
+    recipe = Recipe("gradients", dims, draw, cotangent=draw, seed=3)
+    x = inputs.values(subject, recipe)["x"]
+    assert bool((x == x[0, 0]).all()) and torch.equal(x, inputs.values(subject, recipe)["x"])
+    assert not torch.equal(x, inputs.values(subject, replace(recipe, seed=4))["x"])
 
 
 def test_rows_of_one_sign_with_zeros_begin_with_some_and_end_with_some() -> None:

@@ -184,3 +184,20 @@ def test_every_rejection_says_what_ran_and_can_be_replayed(home: Path, server: F
         assert again.passed is False and [s.name for s in again.stages] == [stage]
         tensors = cases.load(home / runner.CASES, found.case).tensors
         assert {"x", "w", "b"} <= set(tensors)
+
+
+def test_nobody_knows_the_values_of_a_verdict_before(home: Path, server: ForkServer) -> None:
+    """Each is drawn by a number of its own, which the verdict has: by it the same are drawn once more."""
+    artifact = put(home, toys.affine())
+
+    def judged(seed: int | None) -> tuple[int, object]:
+        options = {"library": home, "server": server, "quick": True, "effort": BRIEF, "again": True}
+        assert runner.prove(artifact, **options, seed=seed).passed
+        with Library.open(home, readonly=True) as library:
+            verdict = library.verdict(artifact)
+        assert verdict is not None
+        return verdict.report["hardware_context"]["seed"], verdict.report["wep"]["tolerance_used"]
+
+    (first, used), (other, differently) = judged(None), judged(None)
+    assert first != other and used != differently
+    assert judged(first) == (first, used)

@@ -1,0 +1,41 @@
+"""Every tensor drawn in a way of its own, at the smallest sizes.
+
+A row that is a little wrong among many right ones is within the rule: the mean hides it, and an element may
+be off by a few roundings. By itself it is judged by its own mean. And how large a fault is beside what
+rounding does depends on the values of all tensors together: of tanh(x w) + x it takes an x that is alike in
+all elements beside a w far from zero and a cotangent of one sign, which no draw of one kind for all tensors
+has. So the draw "medley N" gives each leaf, and each cotangent, one of `WAYS` by a number made of N and its
+name, and is tried where there are one to three rows.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+from gauntlet.subject import Subject
+
+DRAW = "medley "
+WAYS = (
+    "normal", "x10", "x0.1", "shifted", "sunk", "uneven", "ties", "integers", "above", "below", "unit",
+    "alike",
+)  # fmt: skip
+"""Finite for every block that is finite on normal values, and not far out."""
+COUNT, SIZES = 48, (1, 2, 3)
+
+
+def tried(subject: Subject, count: int = COUNT) -> Iterator[tuple[str, dict[str, int]]]:
+    """Draws of this block and sizes of each: one dim after the other is more than the smallest there is. None
+    where every case is dear."""
+    small = {dim.name: subject.nearest(dim.name, 1) for dim in subject.launch.interface.dims}
+    found = [small]
+    for name in small:
+        each = ({**small, name: subject.nearest(name, size)} for size in SIZES)
+        found += [dims for dims in each if dims not in found]
+    for number in range(0 if subject.heavy else count):
+        yield f"{DRAW}{number}", found[number % len(found)]
+
+
+def of_leaf(draw: str, leaf: str) -> str:
+    """How a tensor is drawn."""
+    return WAYS[zlib.crc32(f"{draw}:{leaf}".encode()) % len(WAYS)]
