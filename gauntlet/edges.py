@@ -130,13 +130,24 @@ def moved(subject: Subject, draw: str, values: Mapping[str, Tensor], seed: int) 
             there = _solved(subject, edge, wide, name, chosen, generator)
             if there is None:
                 break  # the edge does not depend on this leaf
-            found = {**values, name: there.to(values[name].dtype)}
+            found = {**values, name: _near(there, values[name])}
             share = _reached(subject, edge, found, chosen)
             if share > reached:
                 best, reached = found, share
             if reached >= ENOUGH:
                 return best
     return best
+
+
+FAR_OUT = 0.75
+"""Of the exponents of a type: further out a leaf is not moved. Sums of larger numbers overflow in one order
+and not in another."""
+
+
+def _near(there: Tensor, drawn: Tensor) -> Tensor:
+    """The moved leaf in its type, as drawn where it would be far out."""
+    most = torch.finfo(drawn.dtype).max ** FAR_OUT
+    return torch.where(there.abs() <= most, there, drawn.double()).to(drawn.dtype)
 
 
 def _choices(start: Tensor, elements: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -42,8 +42,6 @@ rest of a row after whole vectors or tiles is code of its own; those of one sign
 that sums are felt in rows that begin or end with zeros; large and small rows in turn, where rows are counted:
 with cotangents that are small and large in turn no row outweighs another in a sum, and a little of a large
 row in the next one does."""
-ALIKE = "alike"
-"""One number everywhere; of single tensors in a medley."""
 LIFT = {torch.float16: 5.0}
 """Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
 START, END = "start", "end"
@@ -51,6 +49,9 @@ START, END = "start", "end"
 nothing hides what it gives. A little of each part of a sum in the place of as much of the next one is felt at
 these two alone: all others lose as much as they get."""
 HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
+REPEATED = "repeated"
+"""Of leaves: numbers as of "above", all rows as the first. Less its own mean a row has either sign, and so
+has a sum of it over rows that differ: over these it has one sign in each column."""
 TILE = 1 << 20
 """Elements that are drawn of a tensor that has more."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
@@ -178,7 +179,7 @@ def _draw(
     if name in ranges.OWN and kind.dtype.is_floating:
         shape = tuple(d.value(recipe.dims) for d in kind.shape)
         return ranges.drawn(name, shape, kind.dtype, generator)
-    if name not in (*OWN_DRAWS, ALIKE):
+    if name not in (*OWN_DRAWS, REPEATED, medley.ALIKE):
         return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator, below)
     drawn = oracle.draw("normal", kind, recipe.dims, generator, below)
     if not kind.dtype.is_floating:
@@ -201,7 +202,7 @@ def _draw(
         rows = (*wide.shape[:-1], 1)
         spread = torch.randint(-3, 4, rows, generator=generator).double().exp2()
         wide = wide * spread + 2 * spread * torch.randn(rows, generator=generator).double()
-    elif name == ALIKE and wide.numel():
+    elif name == medley.ALIKE and wide.numel():
         wide = wide.flatten()[0].expand(wide.shape)
     elif name == "tiny":
         wide = wide * 1e-5
@@ -215,6 +216,10 @@ def _draw(
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES.get(name, HALVES["above"])
         holes = _gaps(tuple(wide.shape), generator) if name == "holed" else torch.zeros(())
         wide = torch.where(holes.bool(), 0.0, wide)
+    elif name == REPEATED:
+        wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES["above"]
+        if any(d.symbols() for d in kind.shape[:1]):
+            wide = wide[:1].expand_as(wide)
     return wide.to(drawn.dtype)
 
 

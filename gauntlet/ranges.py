@@ -57,7 +57,7 @@ elements."""
 
 def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     """Draws of this block, leaf by leaf."""
-    among = f"{AMONG}{SPECKS}" if _elementwise(subject) else ""
+    among = f"{AMONG}{SPECKS}" if elementwise(subject) else ""
     possible = _possible(subject, how)
     return [
         "small",
@@ -65,7 +65,8 @@ def names(subject: Subject, *, how: tuple[str, ...] = HOW) -> list[str]:
     ]
 
 
-def _elementwise(subject: Subject) -> bool:
+def elementwise(subject: Subject) -> bool:
+    """Whether no element of a result depends on more than one of each leaf."""
     kinds = (Pointwise, Movement, Creation)
     return all(isinstance(lookup(node.op).lowering, kinds) for node in subject.flat.nodes)
 

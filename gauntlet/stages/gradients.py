@@ -32,7 +32,10 @@ DIRECTIONAL, PARAMETERS = "directional", "parameters"
 CONSTANT = ("ones", "columns", "one-hot")
 """Cotangents that are tried with every plan and variant, also in a hurry."""
 MORE = ("gaps", "zeros", "shifted", "sunk", "uneven")
-HEAVY = (*((draw, "ones") for draw in ("above", "below", "tail", "dip", "holed")), ("above", "below"))
+HEAVY = (
+    *((draw, "ones") for draw in ("above", "below", "tail", "dip", "holed", inputs.REPEATED)),
+    ("above", "below"),
+)
 """(draw, cotangent): what flows back through a sum over a row (the mean of w g in a centred row) is nearly
 nothing where its terms have either sign, and so is a fault of it; where they have one sign, roundings of the
 sum hide it, but for terms whose sums are exact. Each sign of leaves and cotangents once, and cotangents that

@@ -10,7 +10,7 @@ import torch
 
 from bench import faults
 from esper_ir import oracle
-from gauntlet import inputs, ranges
+from gauntlet import edges, inputs, ranges
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
 from gauntlet.stage import Context, Recipe
@@ -60,6 +60,32 @@ def test_it_is_refused(name: str, server: ForkServer, tmp_path: Path) -> None:
     data = (tmp_path / planted.file).read_bytes()
     found = judge(data, "cpu", server, quick=True, seed=2, stages=("loads", "gradients"))
     assert found.passed is False and f", {draw}, " in found.reason, found.reason
+
+
+def test_a_sum_over_rows_of_what_a_row_is_above_its_mean(server: ForkServer, tmp_path: Path) -> None:
+    """Of rows that differ it is nearly nothing, and so is a millionth of some of its terms."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "centred_40_f32"), "cpu")
+    alike = list(faults.KINDS["wrong only for constant cotangents"].mutants(block))
+    chosen = [m for m in alike if (m.kernel, m.place) == ("bwd0_0_0_g", "load 2: alike")]
+    for planted in faults._written(tmp_path, block, chosen, 0):
+        data = (tmp_path / planted.file).read_bytes()
+        for draw, right in (("above", True), (inputs.REPEATED, False)):
+            case = Recipe("gradients", {"rows": 1021}, draw, cotangent="ones", wanted=("w",)).to_json()
+            found = judge(data, "cpu", server, stages=("gradients",), recipe=case)
+            assert found.passed is right, (draw, found.reason)
+    assert chosen
+
+
+@pytest.mark.parametrize("name", ["dense_relu_64_bf16", "affine_relu_40_f32"])
+def test_nothing_is_moved_so_far_out_that_a_sum_overflows_in_one_order(name: str) -> None:
+    """small w, huge b: the x that brings x w + b to its edge would be near the largest number."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == name)
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    tried = edges.scaled(subject)
+    assert any("small w, huge b" in draw for draw in tried)
+    for draw in tried:
+        for tensor in inputs.values(subject, Recipe("gradients", {"rows": 182}, draw)).values():
+            assert float(tensor.abs().max()) < torch.finfo(tensor.dtype).max ** 0.8, draw
 
 
 def test_one_element_where_eager_was_lucky(server: ForkServer) -> None:

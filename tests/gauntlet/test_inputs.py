@@ -60,7 +60,7 @@ def test_in_a_medley_each_tensor_is_drawn_in_a_way_of_its_own() -> None:
     for place in range(3):
         assert {ways[place] for ways in pairs} == set(medley.WAYS)
     assert len(pairs) > 150
-    draw, dims = next((d, s) for d, s in tried if medley.of_leaf(d, "x") == inputs.ALIKE and s["rows"] == 2)
+    draw, dims = next((d, s) for d, s in tried if medley.of_leaf(d, "x") == medley.ALIKE and s["rows"] == 2)
     recipe = Recipe("gradients", dims, draw, cotangent=draw, seed=3)
     x = inputs.values(subject, recipe)["x"]
     assert bool((x == x[0, 0]).all()) and torch.equal(x, inputs.values(subject, recipe)["x"])
