@@ -54,7 +54,8 @@ main.add_command(risk)
 @click.option(
     "--seed",
     type=click.IntRange(0, (1 << 30) - 1),
-    help="Draw the values of the cases as the verdict with this seed did; a new one each time without.",
+    help="Draw the values of the cases as the verdict with this seed did (default: ESPER_SEED, else a new "
+    "one each time).",
 )
 @device_option
 @library_option

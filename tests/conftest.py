@@ -12,6 +12,7 @@ import pytest
 from tests.dealing import rank, scheduler
 
 NO_CARD = "no CUDA card here: this test did NOT run (make test-gpu on a machine with one)"
+os.environ.setdefault("ESPER_SEED", "0")  # verdicts that repeat, of commands in processes of their own too
 GOLDENS = Path(__file__).with_name("goldens")
 
 

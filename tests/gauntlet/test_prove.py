@@ -186,8 +186,12 @@ def test_every_rejection_says_what_ran_and_can_be_replayed(home: Path, server: F
         assert {"x", "w", "b"} <= set(tensors)
 
 
-def test_nobody_knows_the_values_of_a_verdict_before(home: Path, server: ForkServer) -> None:
-    """Each is drawn by a number of its own, which the verdict has: by it the same are drawn once more."""
+def test_nobody_knows_the_values_of_a_verdict_before(
+    home: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is drawn by a number of its own, which the verdict has: by it the same are drawn once more, or by
+    one that the environment has, as in these tests."""
+    monkeypatch.delenv(runner.SEED)
     artifact = put(home, toys.affine())
 
     def judged(seed: int | None) -> tuple[int, object]:
@@ -201,3 +205,5 @@ def test_nobody_knows_the_values_of_a_verdict_before(home: Path, server: ForkSer
     (first, used), (other, differently) = judged(None), judged(None)
     assert first != other and used != differently
     assert judged(first) == (first, used)
+    monkeypatch.setenv(runner.SEED, str(other))
+    assert judged(None) == (other, differently)
