@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
+from esper_ir.types import DType
 from gauntlet import ranges
 from gauntlet.subject import Subject
 
@@ -22,6 +23,7 @@ WAYS = (
     "alike",
 )  # fmt: skip
 """Finite for every block that is finite on normal values, and not far out."""
+SHORT = (DType.bfloat16, DType.float16)
 ALIKE = WAYS[-1]
 """One number everywhere."""
 COUNT, SIZES = 48, (1, 2, 3)
@@ -29,15 +31,22 @@ COUNT, SIZES = 48, (1, 2, 3)
 
 def tried(subject: Subject, count: int = COUNT) -> Iterator[tuple[str, dict[str, int]]]:
     """Draws of this block and sizes of each: one dim after the other is more than the smallest there is. None
-    where every case is dear, nor of a block with sums: one sum is in all elements of a row, with one error,
-    and a mean over them says no more than that one does."""
+    where every case is dear, nor of a block with sums in a wide type: one sum is in all elements of a row,
+    with one error, and a mean over them says no more than that one does."""
     small = {dim.name: subject.nearest(dim.name, 1) for dim in subject.launch.interface.dims}
     found = [small]
     for name in small:
         each = ({**small, name: subject.nearest(name, size)} for size in SIZES)
         found += [dims for dims in each if dims not in found]
-    for number in range(count if ranges.elementwise(subject) and not subject.heavy else 0):
+    for number in range(count if _alone(subject) and not subject.heavy else 0):
         yield f"{DRAW}{number}", found[number % len(found)]
+
+
+def _alone(subject: Subject) -> bool:
+    """Whether errors of neighbours have nothing to do with each other: nothing is summed, or all is rounded
+    to a short type in the end."""
+    types = {t.dtype for _, _, t in (*subject.leaves, *subject.results) if t.dtype.is_floating}
+    return ranges.elementwise(subject) or all(t in SHORT for t in types)
 
 
 def of_leaf(draw: str, leaf: str) -> str:

@@ -63,9 +63,10 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     for dims in sizes:
         if dims in seen or not subject.admits(dims):
             continue
+        seed = context.seed + len(seen)  # other weights too: what is written over one may be what it was
         seen.append(dims)
         for layout in layouts:
-            yield Recipe("memory", dims, "normal", layout, "normal", seed=context.seed)
+            yield Recipe("memory", dims, "normal", layout, "normal", seed=seed)
     calls = QUICK_CALLS if context.quick else CALLS
     yield Recipe("memory", subject.base_dims(), "normal", "growth", "normal", seed=context.seed, repeat=calls)
 

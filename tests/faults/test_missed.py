@@ -14,6 +14,7 @@ from gauntlet import edges, inputs, ranges
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
 from gauntlet.stage import Context, Recipe
+from gauntlet.stages import memory
 from gauntlet.stages.numerics import deep
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -60,6 +61,17 @@ def test_it_is_refused(name: str, server: ForkServer, tmp_path: Path) -> None:
     data = (tmp_path / planted.file).read_bytes()
     found = judge(data, "cpu", server, quick=True, seed=2, stages=("loads", "gradients"))
     assert found.passed is False and f", {draw}, " in found.reason, found.reason
+
+
+def test_what_is_written_over_a_weight_is_not_what_it_is_everywhere() -> None:
+    """The last bits cut of one that has none: beside a card it is compared with what it was, and one weight
+    of 64 stays (of 8 in a short type). Each size has other weights."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "layer_norm_72_f32"), "cpu")
+    subject = Subject(unpack(block.container), torch.device("cpu"))
+    for quick in (True, False):
+        cases = memory._recipes(Context(subject, lambda event: None, quick, 0, threads=1))
+        drawn = {float(inputs.values(subject, case)["w"][0]) for case in cases if case.layout == "zones"}
+        assert len(drawn) >= (3 if quick else 6)
 
 
 def test_a_sum_over_rows_of_what_a_row_is_above_its_mean(server: ForkServer, tmp_path: Path) -> None:
