@@ -26,7 +26,7 @@ import click
 import esper_ir.text as text
 from bench import results
 from bench.crew import bounded, end_well, say
-from bench.families import Case, cases
+from bench.families import FAMILIES, Case, cases
 from bench.figures import show
 from bench.shares import figures
 from forge.plan import ProductWay
@@ -157,7 +157,9 @@ def run(folder: Path, only: tuple[str, ...], jobs: int, seconds: float) -> dict[
         if row.get("why"):
             say(f"{row['case']} {row['impl']}: {row['why'][-300:]}")
     told = {name: made[name] for name in ("tiny", "target", "toolchain")}
-    return {**results.header("products"), **told, "rows": rows, "figures": figures(rows)}
+    absent = [family for family in FAMILIES if family not in {c.family for c in chosen}]
+    notes = [f"left out: {', '.join(absent)}"] if absent else []
+    return {**results.header("products"), **told, "rows": rows, "figures": figures(rows), "notes": notes}
 
 
 @click.command()

@@ -292,13 +292,14 @@ def _stopped(document: dict[str, Any]) -> str:
 
 
 def _earlier(runs: Sequence[dict[str, Any]]) -> str:
-    """Figures of parts that the newest run left out, each from the newest run that has it."""
+    """Figures of parts that the newest run left out, each from the newest run that measured it."""
     if not any(note.startswith("left out") for note in runs[-1].get("notes", ())):
         return ""
     shown = set(runs[-1]["figures"])
     lines: list[str] = []
     for document in reversed(runs[:-1]):
-        new = {n: row for n, row in document.get("figures", {}).items() if n not in shown}
+        told = document.get("figures", {})
+        new = {n: row for n, row in told.items() if n not in shown and row["value"] is not None}
         shown |= set(new)
         lines += [
             f"| {name} | {' | '.join(_said(row))} | {document['commit'][:7]} |" for name, row in new.items()

@@ -99,8 +99,11 @@ def test_the_variance_table_counts_what_is_long_enough(tmp_path: Path) -> None:
     assert figures["intervals_that_overlap_at_one_clock"]["value"] == 0.0, "nobody told how fast it was"
     assert results.read(results.write(found, tmp_path))["bench"] == "gauntlet"
     rows = [{"block": "a", "seconds": 25.0}, {"block": "b", "seconds": 8.0}]
-    slow = gauntlet.hurried(rows)["seconds_of_the_longest"]
+    quick = gauntlet.hurried({"rows": rows, "figures": {"variance_median": {}}})
+    slow = quick["figures"]["quick_seconds_of_the_longest"]
     assert slow["value"] == 25.0 and slow["which"] == {"a": 25.0} and slow["met"] is False
+    assert quick["figures"]["quick_artifacts_in_20_s"] == results.figure(1, "count", 2, at_least=True)
+    assert all(n.startswith("quick_") for n in quick["figures"]) and quick["notes"][0].startswith("left out")
     nothing = gauntlet.document([], [], {"changed": 0, "lost": 0}, 0)["figures"]
     assert nothing["variance_at_most_5_percent"]["value"] is None
 
