@@ -93,6 +93,9 @@ def test_load(benchmark: Any, place: Path) -> None:
 
 
 def test_open(benchmark: Any, large: Library) -> None:
+    with Library.open(large.home, trust=large.trust.home, readonly=True) as opened:
+        assert opened.artifacts(limit=1), "what is opened is the large one"
+
     def once() -> None:
         Library.open(large.home, trust=large.trust.home, readonly=True).close()
 
@@ -117,17 +120,21 @@ QUERIES = {
 
 @pytest.mark.parametrize("name", QUERIES)
 def test_find(benchmark: Any, large: Library, name: str) -> None:
+    assert bool(large.find(QUERIES[name]).matches) is (name != "nothing")
     median = timed(benchmark, lambda: large.find(QUERIES[name]), rounds=50)
     say(benchmark, f"find_{name}_ms_p50", median * 1e3, "ms", 5.0)
 
 
 def test_listing(benchmark: Any, large: Library) -> None:
+    assert len(large.artifacts(state="VALIDATED", limit=1000)) == 1000
     median = timed(benchmark, lambda: large.artifacts(state="VALIDATED", limit=1000), rounds=20)
     say(benchmark, "list_1000_ms_p50", median * 1e3, "ms", 50.0)
 
 
 def test_resolve(benchmark: Any, large: Library) -> None:
-    prefix = large.artifacts(limit=5000)[-1].id[:-1]
+    whole = large.artifacts(limit=5000)[-1].id
+    prefix = whole[:-1]
+    assert large.resolve(prefix).id == whole
     say(
         benchmark,
         "resolve_prefix_ms_p50",
@@ -225,6 +232,7 @@ def test_memory(benchmark: Any, large: Library) -> None:
         rounds=1,
         iterations=1,
     )
+    assert int(run.stdout) > 0, run.stderr
     say(benchmark, "memory_beyond_python_MiB", int(run.stdout) / 2**20, "MiB", 60.0)
 
 

@@ -250,7 +250,10 @@ def test_a_long_chain_is_dropped_without_recursion(both: Pair) -> None:
     y = r
     for _ in range(30_000):
         y, _ = both[0](y, w, r)
+    assert y.grad_fn is not None
+    last = weakref.ref(y)
     del y, _
+    assert last() is None, "dropped, and this process is still there"
 
 
 def _child(loss: Tensor, block: runtime.Block, queue: Any) -> None:
