@@ -24,6 +24,7 @@ from runtime.strategy.policies import View, carry, policy_of
 from runtime.strategy.pressure import Ladder, Rung
 from runtime.strategy.settings import PlateauSettings, QuerySettings, Settings, SiteSettings, settings_of
 from runtime.strategy.sites import scores
+from tests.pace import slowness
 from tests.runtime.seeds.test_telemetry import facts
 
 S = Lifecycle
@@ -389,5 +390,5 @@ def test_ten_thousand_slots_are_decided_in_time() -> None:
         (found,) = [*carry(shown), *policy_of(Settings()).germinate(shown)]
         best = min(best, time.process_time() - began)
         assert found.slot == "layer7/7"
-    assert best < 0.5, "the bench measures against 0.1 s on a quiet machine"
+    assert best < 0.5 * slowness(), "the bench measures against 0.1 s on a quiet machine"
     assert isinstance(Event("EPOCH", 0, 0), Event)
