@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -87,13 +88,14 @@ class Ending:
 class ForkServer:
     """The waiting process; a context manager. It is started by the first `run` and again after it died.
 
-    `packages`: whose functions it may run.
+    `packages`: whose functions it may run. Workers may be run from several threads.
     """
 
     def __init__(self, packages: tuple[str, ...] = ("gauntlet",)) -> None:
         self._packages = packages
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._sending = threading.Lock()
 
     def __enter__(self) -> ForkServer:
         return self
@@ -172,14 +174,15 @@ class ForkServer:
     def _send(self, request: bytes, descriptors: list[int]) -> None:
         """To a server that may have died a moment ago: then to a new one."""
         os.lseek(descriptors[0], 0, os.SEEK_SET)
-        self.start()
-        assert self._channel is not None
-        try:
-            socket.send_fds(self._channel, [request], descriptors)
-        except OSError:
-            self.close()
+        with self._sending:
             self.start()
-            socket.send_fds(self._channel, [request], descriptors)
+            assert self._channel is not None
+            try:
+                socket.send_fds(self._channel, [request], descriptors)
+            except OSError:
+                self.close()
+                self.start()
+                socket.send_fds(self._channel, [request], descriptors)
 
 
 def environment() -> dict[str, str]:

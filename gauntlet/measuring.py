@@ -26,6 +26,7 @@ from gauntlet.nvml import Card, Energy
 from gauntlet.report import UNMEASURED
 from gauntlet.sampling import Clock, Effort, sample
 from gauntlet.subject import Subject
+from gauntlet.waves import READY
 from gauntlet.workload import Leaves, Workload
 from library.manifest import unpack
 from runtime import confined, timing
@@ -38,12 +39,16 @@ LIMIT_S, PATIENCE = 60.0, 200.0
 """What the supervisor waits for beyond the time that sampling should take: so long, and so many times eager's
 time, since a batch has five rounds of everything however slow they are."""
 ENERGY_CALLS = 50
+LOOK_S = 0.005
+"""How often a process looks whether it is its turn."""
+Wait = Callable[[Callable[[], Any]], None]
+"""Returns when this process may measure; where that is not at once, what it is given is done before."""
 LATER = {"absent": "not with --quick"}
 
 
 def run(arguments: int, result: int, spill: int) -> None:
     """The worker. Its job: device, quick, seed, effort, compare (names of baselines), first (whether it
-    is the process that also reads what needs to be read once)."""
+    is the process that also reads what needs to be read once), turn (the file of `gauntlet.waves`)."""
 
     def emit(event: Mapping[str, Any]) -> None:
         os.write(result, json.dumps(event).encode() + b"\n")
@@ -52,17 +57,29 @@ def run(arguments: int, result: int, spill: int) -> None:
         job, _, container = decode_job(file.read())
     subject = Subject(unpack(container), settle(job["device"]))
     effort = Effort(**job["effort"])
-    dims = workload.sizes(subject, job["quick"])
+    dims = workload.sizes(subject, job["quick"] or effort.together)
     card = Card(physical(str(subject.device)).partition(" ")[2]) if subject.device.type == "cuda" else None
     compiled = _compiled(subject, dims[-1], job, emit) if "torch.compile" in job["compare"] else {}
+    turn = os.open(job["turn"], os.O_RDONLY) if job["turn"] else -1
     emit(
         {"event": "context", **hardware(subject.device), "sandbox": _confined(subject.device, job["scratch"])}
     )
     slow = sum(subject.eager_seconds(d) for d in dims)
     limit = 4 * len(dims) * (effort.seconds + effort.heat_s) + PATIENCE * slow + LIMIT_S
+
+    def wait(prepare: Callable[[], Any]) -> None:
+        if turn < 0:
+            return
+        prepare()
+        emit({"event": "landed"})
+        emit({"event": READY})
+        while not os.fstat(turn).st_size:
+            time.sleep(LOOK_S)
+        emit({"event": "launch", "limit": limit})
+
     emit({"event": "launch", "limit": limit})
     with timing.quiet():
-        emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled)})
+        emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled, wait)})
     emit({"event": "landed"})
     emit({"event": "done"})
 
@@ -79,19 +96,20 @@ def _confined(device: torch.device, scratch: str) -> str:
 
 def _measured(
     subject: Subject, sizes: Sequence[Mapping[str, int]], job: Mapping[str, Any], effort: Effort,
-    card: Card | None, compiled: Mapping[int, Callable[..., Any]],
+    card: Card | None, compiled: Mapping[int, Callable[..., Any]], wait: Wait,
 ) -> dict[str, Any]:  # fmt: skip
     began = time.perf_counter_ns()
     subject.program.ready("inference", subject.dims_tuple(sizes[-1]))
     found: dict[str, Any] = {"load_us": (time.perf_counter_ns() - began) / 1000}
     clock = _clock(subject, card)
-    shapes = {}
+    brief = Effort(60, effort.width, effort.patience_s / 4, effort.seconds / 4, effort.heat_s / 4)
+    shapes = dict[str, Any]()
     for dims in sizes[:-1]:
         at = workload.workload(subject, dims, job["seed"], {})
         few = {n: w for n, w in at.works.items() if n in OF_SHAPES}
-        brief = Effort(60, effort.width, effort.patience_s / 4, effort.seconds / 4, effort.heat_s / 4)
         shapes[at.label] = sample(few, clock, brief, at.primary).to_json()
     at = workload.workload(subject, sizes[-1], job["seed"], compiled)
+    wait(lambda: clock.launches(at.works, range(workload.SETS)))
     shapes[at.label] = sample(at.works, clock, effort, at.primary).to_json()
     found |= {
         "dims": at.dims,
@@ -126,7 +144,7 @@ def _once(subject: Subject, at: Workload, job: Mapping[str, Any], card: Card | N
         "workspace_bytes": workload.workspace_bytes(subject, at.dims),
         "memory_mb_peak": round(peak_bytes(work, subject.device) / 1e6, 6),
         "elements": subject.elements(at.dims),
-        **workload.drift(subject, at.dims, job["seed"]),
+        **workload.drift(subject, at.leaves),
     }
     if card is not None:
         found |= _of_card(subject, at, card, job)

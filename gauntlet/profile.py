@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gauntlet import statistics
+from gauntlet import statistics, waves
 from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Event, ForkServer, Limits
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, UNRESOLVED, StageReport
@@ -49,35 +49,75 @@ class Job:
 def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = None) -> StageReport:
     """Run the processes; the stage with the profile. Passed even where a number could not be had: nothing is
     refused for being slow. Skipped when no process could measure; failed when candidate code killed two."""
-    began, found, context = time.monotonic(), list[Mapping[str, Any]](), dict[str, Any]()
-    failed, killed = list[str](), list[str]()
-    tell = tell or (lambda event: None)
+    began, seen = time.monotonic(), _Seen()
+    left, together = list(range(job.spends.processes)), job.spends.together
     with tempfile.TemporaryDirectory(prefix="esper-measure-") as scratch:
-        for number in range(job.spends.processes):
-            if len(found) >= LEAST_PROCESSES and time.monotonic() - began > job.spends.enough_s:
-                break  # each loads its libraries anew, which may be seconds
-            tell({"event": "stage", "name": NAME, "part": number + 1, "parts": job.spends.processes})
-            ending = _process(container, job, server, number, scratch if job.device != "cpu" else "", tell)
-            measured = ending.last("measured")
-            if ending.kind == FINISHED and measured:
-                found.append(measured)
-                context |= _context(ending)
-            else:
-                failed.append(f"process {number + 1}: {_why(ending)}")
-                killed += failed[-1:] if _of_the_candidate(ending) else []
+        while left and (len(seen.found) < LEAST_PROCESSES or time.monotonic() - began <= job.spends.enough_s):
+            wave, left = _wave(left, len(seen.found), together)
+            endings = _endings(container, job, server, wave, scratch, tell or _nobody)
+            again = [number for number, ending in endings if not seen.take(number, ending, len(wave) > 1)]
+            left, together = [*again, *left], together and not again
     seconds = round(time.monotonic() - began, 3)
-    if len(killed) > 1:
-        return StageReport(NAME, "failed", seconds, "; ".join(killed))
-    if not found:
-        return StageReport(NAME, "skipped", seconds, f"no process could measure: {failed[0]}")
-    metrics = {**metrics_of(found, job), "failed_processes": failed, "context": context}
+    if len(seen.killed) > 1:
+        return StageReport(NAME, "failed", seconds, "; ".join(seen.killed))
+    if not seen.found:
+        return StageReport(NAME, "skipped", seconds, f"no process could measure: {seen.failed[0]}")
+    metrics = {**metrics_of(seen.found, job), "failed_processes": seen.failed, "context": seen.context}
     return StageReport(NAME, "passed", seconds, metrics=metrics)
 
 
-def _process(container: bytes, job: Job, server: ForkServer, number: int, scratch: str, tell: Tell) -> Ending:
+@dataclass
+class _Seen:
+    """What the processes came to."""
+
+    found: list[Mapping[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    context: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, number: int, ending: Ending, together: bool) -> bool:
+        """False: to be run again, alone, since beside others there may not have been room for it."""
+        measured = ending.last("measured")
+        if ending.kind == FINISHED and measured:
+            self.found.append(measured)
+            self.context |= _context(ending)
+            return True
+        if together and not _of_the_candidate(ending):
+            return False
+        self.failed.append(f"process {number + 1}: {_why(ending)}")
+        self.killed += self.failed[-1:] if _of_the_candidate(ending) else []
+        return True
+
+
+def _nobody(event: Event) -> None:
+    """Who listens when nobody does."""
+
+
+def _wave(left: list[int], measured: int, together: bool) -> tuple[list[int], list[int]]:
+    """(those to run now, the others): one, or as many as are needed, and then all."""
+    most = max(LEAST_PROCESSES - measured, 0) or len(left)
+    return (left[:most], left[most:]) if together else (left[:1], left[1:])
+
+
+def _endings(
+    container: bytes, job: Job, server: ForkServer, wave: Sequence[int], scratch: str, tell: Tell
+) -> list[tuple[int, Ending]]:
+    def run(number: int, turn: str, told: Tell) -> Ending:
+        told({"event": "stage", "name": NAME, "part": number + 1, "parts": job.spends.processes})
+        return _process(container, job, server, number, scratch, told, turn)
+
+    if len(wave) == 1:
+        return [(wave[0], run(wave[0], "", tell))]
+    return list(zip(wave, waves.side_by_side(run, wave, scratch, server, tell), strict=True))
+
+
+def _process(
+    container: bytes, job: Job, server: ForkServer, number: int, scratch: str, tell: Tell, turn: str
+) -> Ending:
     request = {
         "device": job.device, "quick": job.quick, "seed": job.seed, "compare": list(job.compare),
-        "effort": asdict(job.spends), "first": number == 0, "scratch": scratch,
+        "effort": asdict(job.spends), "first": number == 0,
+        "scratch": scratch if job.device != "cpu" else "", "turn": turn,
     }  # fmt: skip
     limits = Limits() if job.device == "cpu" else Limits(output_bytes=4 << 30, address_space=False)
     return server.run(TARGET, encode_job(request, container), limits, tell)

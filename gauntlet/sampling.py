@@ -35,7 +35,8 @@ class Effort:
     """What a process spends. It stops with `samples` of every work whose interval of the median (95 %) is at
     most `width` wide; it waits for that width no longer than `patience_s`, and in no case goes on after
     `seconds`. `heat_s`: of work before the first sample. `processes`: fresh ones; once
-    `LEAST_PROCESSES` have measured none is begun after `enough_s`."""
+    `LEAST_PROCESSES` have measured none is begun after `enough_s`. `together`: that many make ready side by
+    side (each holds its tensors meanwhile), and measure one at a time, at one size."""
 
     samples: int = 300
     width: float = 0.01
@@ -45,10 +46,11 @@ class Effort:
     processes: int = 5
     rounds: int = 20
     enough_s: float = math.inf
+    together: bool = False
 
 
 FULL = Effort()
-QUICK = Effort(samples=60, width=0.05, patience_s=0.4, seconds=1.2, heat_s=0.05, enough_s=8.0)
+QUICK = Effort(samples=60, width=0.05, patience_s=0.4, seconds=1.2, heat_s=0.05, enough_s=8.0, together=True)
 BRIEF = Effort(samples=10, width=1.0, patience_s=0.0, seconds=0.2, heat_s=0.0, processes=1)
 """For those who want a verdict and no numbers."""
 

@@ -34,13 +34,14 @@ Leaves = dict[str, Tensor]
 class Workload:
     """`works` by name ("both", "forward", "backward", "eager both", .. "compile both", "copy"), one per
     set of inputs. `bytes_moved`: at least, by forward and backward; `flops`: of both, by the operators'
-    records."""
+    records. `leaves`: the first set."""
 
     dims: Mapping[str, int]
     works: Mapping[str, tuple[Work, ...]]
     primary: str
     bytes_moved: int
     flops: int
+    leaves: Leaves
 
     @property
     def label(self) -> str:
@@ -68,13 +69,14 @@ def workload(
     """Everything at one size. `compiled`: torch.compile's function by number of the set, made before."""
     least = least_bytes(subject, dims)
     count = max(1, min(SETS, SET_BYTES[subject.device.type] // max(2 * least, 1)))
-    sets = [_works(subject, recipe(dims, seed + at), compiled.get(at)) for at in range(count)]
+    drawn = [(at, leaves_of(subject, at)) for at in (recipe(dims, seed + turn) for turn in range(count))]
+    sets = [_works(subject, *one, compiled.get(turn)) for turn, one in enumerate(drawn)]
     works = {name: tuple(s[name] for s in sets) for name in sets[0]}
     works[COPY] = (_copy(least, subject.device),)
     primary = "both" if "both" in works else "forward"
     graph = subject.joint.graph if "both" in works else subject.flat
     total = sum(flops(graph, node).value(dims) for node in graph)
-    return Workload(dict(dims), works, primary, least, int(total))
+    return Workload(dict(dims), works, primary, least, int(total), drawn[0][1])
 
 
 def recipe(dims: Mapping[str, int], seed: int) -> Recipe:
@@ -93,8 +95,9 @@ def eager(subject: Subject) -> Callable[[Leaves], list[Tensor]]:
     return lambda leaves: list(run(*[leaves[name] for name in names]))
 
 
-def _works(subject: Subject, at: Recipe, compiled: Callable[..., Any] | None) -> dict[str, Work]:
-    leaves = leaves_of(subject, at)
+def _works(
+    subject: Subject, at: Recipe, leaves: Leaves, compiled: Callable[..., Any] | None
+) -> dict[str, Work]:
     found = _ours(subject, at, leaves)
     found |= {f"eager {n}": w for n, w in baseline(subject, at, leaves, eager(subject)).items()}
     if compiled is not None:
@@ -185,11 +188,11 @@ def _temporary(plan: Plan, dims: Mapping[str, int]) -> int:
     return total
 
 
-def drift(subject: Subject, dims: Mapping[str, int], seed: int) -> dict[str, float]:
+def drift(subject: Subject, leaves: Leaves) -> dict[str, float]:
     """Root mean square error over the root mean square of a reference, of the worst output: against
     float64, and against float32 (torch's own float32 result where the block is declared so, else the
     float64 one rounded)."""
-    values = inputs.values(subject, recipe(dims, seed))
+    values = {name: leaf.detach() for name, leaf in leaves.items()}
     ours = subject.infer(values)
     exact = meaning.outputs(subject, values, "float64")
     plain = all(t.dtype is torch.float32 for t in values.values() if t.is_floating_point())
