@@ -183,7 +183,8 @@ def row(library: Library, name: str) -> dict[str, Any]:
         "artifact": name, "block": record.name, "pipeline": record.pipeline, "objective": record.objective,
         "class": wep["op_class"], "median_us": _us(wep["latency_ms_median"]), "samples": wep["samples"],
         "variance": wep["variance"], "conditions": wep["conditions"], "seconds": first["seconds"],
-        "measurement_s": stages.get("measurement", 0.0), "stages_s": stages, "p99_us": _us(wep["latency_ms_p99"]),
+        "measurement_s": stages.get("measurement", 0.0), "stages_s": stages,
+        "p99_us": _us(wep["latency_ms_p99"]),
     }  # fmt: skip
     if len(verdicts) > 1:
         spans = [v.report["wep"]["latency_interval_ms"] for v in verdicts]

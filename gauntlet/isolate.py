@@ -23,9 +23,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -67,6 +66,20 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Errand:
+    """What a worker is to do. `target`: "gauntlet.module:function"; `word`: what every message of the worker
+    begins with; one without it is somebody else's, and ends the worker. `on_event` and `on_end` are called by
+    whoever asked for the worker; what they raise reaches him."""
+
+    target: str
+    arguments: bytes
+    limits: Limits
+    on_event: Callable[[Event], None] | None = None
+    word: str = ""
+    on_end: Callable[[Ending], None] | None = None
+
+
+@dataclass(frozen=True)
 class Ending:
     """How a worker ended. `detail` is a phrase for the reason of a verdict, `spill` what it saved of a
     failing case."""
@@ -88,14 +101,13 @@ class Ending:
 class ForkServer:
     """The waiting process; a context manager. It is started by the first `run` and again after it died.
 
-    `packages`: whose functions it may run. Workers may be run from several threads.
+    `packages`: whose functions it may run.
     """
 
     def __init__(self, packages: tuple[str, ...] = ("gauntlet",)) -> None:
         self._packages = packages
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._sending = threading.Lock()
 
     def __enter__(self) -> ForkServer:
         return self
@@ -153,20 +165,32 @@ class ForkServer:
         on_event: Callable[[Event], None] | None = None,
         word: str = "",
     ) -> Ending:
-        """Run `target` ("gauntlet.module:function") in a fresh worker and wait for its end. `word`: what
-        every message of the worker begins with; one without it is somebody else's, and ends the worker."""
+        """Run one errand in a fresh worker and wait for its end."""
+        (ending,) = self.run_all([Errand(target, arguments, limits, on_event, word)])
+        return ending
+
+    def run_all(self, errands: Sequence[Errand]) -> list[Ending]:
+        """A fresh worker for each, side by side: how they ended, in the order of the errands."""
+        with contextlib.ExitStack() as stack:
+            watches = [stack.enter_context(self._begun(errand)) for errand in errands]
+            _follow(watches)
+            return [watch.ending for watch in watches if watch.ending]
+
+    @contextlib.contextmanager
+    def _begun(self, errand: Errand) -> Iterator[_Watch]:
         files = [os.memfd_create(name) for name in ("arguments", "output", "spill")]
         watch_read, watch_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         status_read, status_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(watch_write, True)
         try:
-            _write_all(files[0], arguments)
-            request = json.dumps({"target": target, "limits": limits.request()}).encode()
-            self._send(request, [files[0], watch_write, files[1], files[2], status_write])
-            os.close(watch_write)
-            os.close(status_write)
-            watch = _Watch(watch_read, status_read, limits, on_event, word.encode())
-            return watch.until_end(files[1], files[2])
+            try:
+                _write_all(files[0], errand.arguments)
+                request = json.dumps({"target": errand.target, "limits": errand.limits.request()}).encode()
+                self._send(request, [files[0], watch_write, files[1], files[2], status_write])
+            finally:
+                os.close(watch_write)
+                os.close(status_write)
+            yield _Watch(watch_read, status_read, files[1], files[2], errand)
         finally:
             for fd in (*files, watch_read, status_read):
                 os.close(fd)
@@ -174,15 +198,14 @@ class ForkServer:
     def _send(self, request: bytes, descriptors: list[int]) -> None:
         """To a server that may have died a moment ago: then to a new one."""
         os.lseek(descriptors[0], 0, os.SEEK_SET)
-        with self._sending:
+        self.start()
+        assert self._channel is not None
+        try:
+            socket.send_fds(self._channel, [request], descriptors)
+        except OSError:
+            self.close()
             self.start()
-            assert self._channel is not None
-            try:
-                socket.send_fds(self._channel, [request], descriptors)
-            except OSError:
-                self.close()
-                self.start()
-                socket.send_fds(self._channel, [request], descriptors)
+            socket.send_fds(self._channel, [request], descriptors)
 
 
 def environment() -> dict[str, str]:
@@ -209,15 +232,35 @@ class _Launch:
     cpu: float
 
 
+def _follow(watches: Sequence[_Watch]) -> None:
+    """Until all have ended."""
+    # Not select(): it refuses descriptors from 1024 on, and a supervisor may have that many.
+    owners = {fd: watch for watch in watches for fd in watch.open}
+    poll = select.poll()
+    for fd in owners:
+        poll.register(fd, select.POLLIN)
+    while any(watch.ending is None for watch in watches):
+        for fd, _ in poll.poll(_POLL_MS):
+            owners[fd].look(fd)
+        for watch in watches:
+            watch.tick()
+        for fd in [fd for fd, watch in owners.items() if fd not in watch.open]:
+            poll.unregister(fd)
+            del owners[fd]
+
+
 @dataclass
 class _Watch:
-    """Follows one worker from the two pipes and /proc."""
+    """Follows one worker from the two pipes and /proc. `open`: those of the pipes that have not ended."""
 
     result: int
     status: int
-    limits: Limits
-    on_event: Callable[[Event], None] | None
-    word: bytes = b""
+    output: int
+    spill: int
+    errand: Errand
+    began: float = field(default_factory=time.monotonic)
+    open: set[int] = field(default_factory=set)
+    ending: Ending | None = None
     events: list[Event] = field(default_factory=list)
     pid: int = 0
     ended: dict[str, Any] | None = None
@@ -228,27 +271,35 @@ class _Watch:
     _buffers: dict[int, bytes] = field(default_factory=dict)
     _bytes: int = 0
 
-    def until_end(self, output: int, spill: int) -> Ending:
-        began = time.monotonic()
-        # Not select(): it refuses descriptors from 1024 on, and a supervisor may have that many.
-        waiting, poll = {self.result, self.status}, select.poll()
-        for fd in waiting:
-            poll.register(fd, select.POLLIN)
-        while self.status in waiting:
-            for fd, _ in poll.poll(_POLL_MS):
-                if not self._read(fd):
-                    waiting.discard(fd)
-                    poll.unregister(fd)
-            if self.pid and not self.verdict and not self.ended:
-                self._judge(time.monotonic() - began)
-        while self.result in waiting and self._read(self.result):
+    def __post_init__(self) -> None:
+        self.open = {self.result, self.status}
+
+    def look(self, fd: int) -> None:
+        """There is something to read."""
+        if fd in self.open and not self._read(fd):
+            self.open.discard(fd)
+
+    def tick(self) -> None:
+        """What time brings: limits, and the end."""
+        if self.ending:
+            return
+        if self.status not in self.open:
+            self._end()
+        elif self.pid and not self.verdict and not self.ended:
+            self._judge(time.monotonic() - self.began)
+
+    def _end(self) -> None:
+        while self.result in self.open and self._read(self.result):
             pass  # what the worker said before it ended is in the pipe already; a grandchild may hold it open
+        self.open.clear()
         kind, detail = self._classify()
         ended = self.ended or {}
-        return Ending(
-            kind, detail, tuple(self.events), _tail(output), time.monotonic() - began,
-            ended.get("cpu_seconds", 0.0), ended.get("peak_bytes", 0), _content(spill),
+        self.ending = Ending(
+            kind, detail, tuple(self.events), _tail(self.output), time.monotonic() - self.began,
+            ended.get("cpu_seconds", 0.0), ended.get("peak_bytes", 0), _content(self.spill),
         )  # fmt: skip
+        if self.errand.on_end:
+            self.errand.on_end(self.ending)
 
     def _read(self, fd: int) -> bool:
         """Take what is there; False at the end (or when nothing is there and the worker has ended)."""
@@ -265,10 +316,11 @@ class _Watch:
         return bool(data)
 
     def _take(self, fd: int, line: bytes) -> None:
-        if fd == self.result and not line.startswith(self.word):
+        word = self.errand.word.encode()
+        if fd == self.result and not line.startswith(word):
             self._kill(CRASH, "candidate code spoke in the judge's name")
             return
-        line = line.removeprefix(self.word) if fd == self.result else line
+        line = line.removeprefix(word) if fd == self.result else line
         try:
             message = json.loads(line)
         except ValueError:
@@ -281,23 +333,26 @@ class _Watch:
             return
         if message.get("event") == "launch":
             self.launched = True
-            self.launch = _Launch(float(message["limit"]), time.monotonic(), _cpu(self.pid))
+            limit = message.get("limit")
+            limit = float(limit) if isinstance(limit, int | float) else 0.0  # not one of the judge's messages
+            self.launch = _Launch(limit, time.monotonic(), _cpu(self.pid))
         elif message.get("event") == "landed":
             self.launch = None
         else:
             self.events.append(message)
-        if self.on_event:
-            self.on_event(message)
+        if self.errand.on_event:
+            self.errand.on_event(message)
 
     def _judge(self, seconds: float) -> None:
         used = _resident(self.pid)
         self.base = self.base or used
-        if used - self.base > self.limits.memory_bytes:
+        limits = self.errand.limits
+        if used - self.base > limits.memory_bytes:
             self._kill(MEMORY, f"it took {(used - self.base) >> 20} MiB")
         elif self.launch and (why := self._stalled(self.launch)):
             self._kill(*why)
-        elif seconds > self.limits.seconds:
-            self._kill(MACHINE, f"the worker did not finish in {self.limits.seconds:.0f} s")
+        elif seconds > limits.seconds:
+            self._kill(MACHINE, f"the worker did not finish in {limits.seconds:.0f} s")
 
     def _stalled(self, launch: _Launch) -> tuple[str, str] | None:
         wall, cpu = time.monotonic() - launch.wall, _cpu(self.pid) - launch.cpu

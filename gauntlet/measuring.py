@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gauntlet import workload
+from gauntlet import waves, workload
 from gauntlet.clock import CANARY, CardClock, CpuClock
 from gauntlet.exclusive import physical
 from gauntlet.jobs import decode_job
@@ -26,7 +26,6 @@ from gauntlet.nvml import Card, Energy
 from gauntlet.report import UNMEASURED
 from gauntlet.sampling import Clock, Effort, sample
 from gauntlet.subject import Subject
-from gauntlet.waves import READY
 from gauntlet.workload import Leaves, Workload
 from library.manifest import unpack
 from runtime import confined, timing
@@ -39,22 +38,22 @@ LIMIT_S, PATIENCE = 60.0, 200.0
 """What the supervisor waits for beyond the time that sampling should take: so long, and so many times eager's
 time, since a batch has five rounds of everything however slow they are."""
 ENERGY_CALLS = 50
-LOOK_S = 0.005
-"""How often a process looks whether it is its turn."""
 Wait = Callable[[Callable[[], Any]], None]
 """Returns when this process may measure; where that is not at once, what it is given is done before."""
 LATER = {"absent": "not with --quick"}
 
 
 def run(arguments: int, result: int, spill: int) -> None:
-    """The worker. Its job: device, quick, seed, effort, compare (names of baselines), first (whether it
-    is the process that also reads what needs to be read once), turn (the file of `gauntlet.waves`)."""
-
-    def emit(event: Mapping[str, Any]) -> None:
-        os.write(result, json.dumps(event).encode() + b"\n")
-
+    """The worker. Its job: device, quick, seed, effort, compare (names of baselines), number (the
+    first also reads what needs to be read once), turn (the pipe of `gauntlet.waves`),
+    word (what its messages begin with)."""
     with open(arguments, "rb") as file:
         job, _, container = decode_job(file.read())
+    word = str(job.pop("word")).encode()
+
+    def emit(event: Mapping[str, Any]) -> None:
+        os.write(result, word + json.dumps(event).encode() + b"\n")
+
     subject = Subject(unpack(container), settle(job["device"]))
     effort = Effort(**job["effort"])
     dims = workload.sizes(subject, job["quick"] or effort.together)
@@ -72,9 +71,9 @@ def run(arguments: int, result: int, spill: int) -> None:
             return
         prepare()
         emit({"event": "landed"})
-        emit({"event": READY})
-        while not os.fstat(turn).st_size:
-            time.sleep(LOOK_S)
+        emit({"event": waves.READY})
+        waves.wait(turn)
+        emit({"event": waves.STARTED})
         emit({"event": "launch", "limit": limit})
 
     emit({"event": "launch", "limit": limit})
@@ -118,7 +117,7 @@ def _measured(
         "shapes": shapes,
         "clock": clock.told,
     }
-    if job["first"]:
+    if job["number"] == 0:
         found["once"] = _once(subject, at, job, card)
     return found
 

@@ -9,15 +9,17 @@ samples of all, from 300 on.
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from gauntlet import statistics, waves
-from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Event, ForkServer, Limits
+from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Errand, Event, ForkServer, Limits
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, UNRESOLVED, StageReport
 from gauntlet.sampling import FULL, LEAST_PROCESSES, QUICK, STEADY, Effort
@@ -51,7 +53,11 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
     refused for being slow. Skipped when no process could measure; failed when candidate code killed two."""
     began, seen = time.monotonic(), _Seen()
     left, together = list(range(job.spends.processes)), job.spends.together
-    with tempfile.TemporaryDirectory(prefix="esper-measure-") as scratch:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="esper-measure-")
+    except OSError as error:
+        return StageReport(NAME, "skipped", 0.0, f"no folder to measure in: {error}")
+    with folder as scratch:
         while left and (len(seen.found) < LEAST_PROCESSES or time.monotonic() - began <= job.spends.enough_s):
             wave, left = _wave(left, len(seen.found), together)
             endings = _endings(container, job, server, wave, scratch, tell or _nobody)
@@ -76,13 +82,14 @@ class _Seen:
     context: dict[str, Any] = field(default_factory=dict)
 
     def take(self, number: int, ending: Ending, together: bool) -> bool:
-        """False: to be run again, alone, since beside others there may not have been room for it."""
+        """False: to be run again, alone: beside others there may not have been room for it, which some
+        libraries say by a signal."""
         measured = ending.last("measured")
         if ending.kind == FINISHED and measured:
             self.found.append(measured)
             self.context |= _context(ending)
             return True
-        if together and not _of_the_candidate(ending):
+        if together:
             return False
         self.failed.append(f"process {number + 1}: {_why(ending)}")
         self.killed += self.failed[-1:] if _of_the_candidate(ending) else []
@@ -102,25 +109,32 @@ def _wave(left: list[int], measured: int, together: bool) -> tuple[list[int], li
 def _endings(
     container: bytes, job: Job, server: ForkServer, wave: Sequence[int], scratch: str, tell: Tell
 ) -> list[tuple[int, Ending]]:
-    def run(number: int, turn: str, told: Tell) -> Ending:
-        told({"event": "stage", "name": NAME, "part": number + 1, "parts": job.spends.processes})
-        return _process(container, job, server, number, scratch, told, turn)
-
+    """How each of a wave ended; its part is told when it measures."""
+    parts = {"event": "stage", "name": NAME, "parts": job.spends.processes}
+    tell({**parts, "part": wave[0] + 1})
     if len(wave) == 1:
-        return [(wave[0], run(wave[0], "", tell))]
-    return list(zip(wave, waves.side_by_side(run, wave, scratch, server, tell), strict=True))
+        return [(wave[0], server.run_all([_errand(container, job, wave[0], scratch, "", tell)])[0])]
+
+    def errand(number: int, pipe: str) -> Errand:
+        def told(event: Event) -> None:
+            tell(event)
+            if event.get("event") == waves.STARTED:
+                tell({**parts, "part": number + 1})
+
+        return _errand(container, job, number, scratch, pipe, told)
+
+    return list(zip(wave, waves.side_by_side(errand, wave, Path(scratch), server), strict=True))
 
 
-def _process(
-    container: bytes, job: Job, server: ForkServer, number: int, scratch: str, tell: Tell, turn: str
-) -> Ending:
+def _errand(container: bytes, job: Job, number: int, scratch: str, turn: str, tell: Tell) -> Errand:
+    word = secrets.token_hex(16)
     request = {
         "device": job.device, "quick": job.quick, "seed": job.seed, "compare": list(job.compare),
-        "effort": asdict(job.spends), "first": number == 0,
-        "scratch": scratch if job.device != "cpu" else "", "turn": turn,
+        "effort": asdict(job.spends), "number": number, "turn": turn, "word": word,
+        "scratch": scratch if job.device != "cpu" else "",
     }  # fmt: skip
     limits = Limits() if job.device == "cpu" else Limits(output_bytes=4 << 30, address_space=False)
-    return server.run(TARGET, encode_job(request, container), limits, tell)
+    return Errand(TARGET, encode_job(request, container), limits, tell, word)
 
 
 def _of_the_candidate(ending: Ending) -> bool:

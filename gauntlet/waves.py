@@ -6,77 +6,90 @@ overlap, since nothing is timed; what is timed has the machine to itself, as if 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from gauntlet.isolate import Ending, Event, ForkServer
+from gauntlet.isolate import Ending, Errand, Event, ForkServer
 
 READY = "prepared"
 """The event of a process that waits for its turn."""
-Tell = Callable[[Event], None]
-Run = Callable[[int, str, Tell], Ending]
-"""Runs the process of this number to its end; it waits until the file of this name is not empty."""
+STARTED = "turn"
+"""And of one that has it."""
 
 
 class Turns:
-    """None measures before all are ready or have ended, and none while another does."""
+    """None measures before all are ready or have ended, and none while another does. Each waits until
+    something can be read from a pipe of its own: no disk is too full for that, and nobody has to look."""
 
     def __init__(self, folder: Path, numbers: Sequence[int]) -> None:
-        self._files = {n: folder / f"turn-{n}" for n in numbers}
-        for file in self._files.values():
-            file.write_bytes(b"")
+        self._pipes = {number: folder / f"turn-{number}" for number in numbers}
+        self._ends = dict[int, int]()
         self._preparing, self._ready = set(numbers), list[int]()
         self._running: int | None = None
-        self._lock = threading.Lock()
 
-    def file(self, number: int) -> str:
-        return str(self._files[number])
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Turns]:
+        """While it lasts, turns are given; who waits when it is over reads the end."""
+        try:
+            for number, pipe in self._pipes.items():
+                os.mkfifo(pipe, 0o600)
+                self._ends[number] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            yield self
+        finally:
+            for number, end in self._ends.items():
+                os.close(end)
+                self._pipes[number].unlink()
+
+    def pipe(self, number: int) -> str:
+        return str(self._pipes[number])
 
     def ready(self, number: int) -> None:
-        with self._lock:
-            if number in self._preparing:
-                self._preparing.remove(number)
-                self._ready.append(number)
-            self._next()
+        if number in self._preparing:
+            self._preparing.remove(number)
+            self._ready.append(number)
+        self._next()
 
     def ended(self, number: int) -> None:
         """Whatever it was doing."""
-        with self._lock:
-            self._preparing.discard(number)
-            self._ready = [n for n in self._ready if n != number]
-            self._running = None if self._running == number else self._running
-            self._next()
+        self._preparing.discard(number)
+        self._ready = [n for n in self._ready if n != number]
+        self._running = None if self._running == number else self._running
+        self._next()
 
     def _next(self) -> None:
         if not self._preparing and self._running is None and self._ready:
             self._running = self._ready.pop(0)
-            self._files[self._running].write_bytes(b"go")
+            os.write(self._ends[self._running], b"1")
+
+
+def wait(pipe: int) -> None:
+    """The process's side: until it is its turn."""
+    if not os.read(pipe, 1):
+        raise SystemExit("nobody gives turns any more")
 
 
 def side_by_side(
-    run: Run, numbers: Sequence[int], folder: str, server: ForkServer, tell: Tell
+    errand: Callable[[int, str], Errand], numbers: Sequence[int], folder: Path, server: ForkServer
 ) -> list[Ending]:
-    """How each ended, in the order of the numbers. Interrupted, all of them end with the server."""
-    turns, one = Turns(Path(folder), numbers), threading.Lock()
-    server.start()  # by this thread: a process may die with the thread that began it
+    """How each ended, in the order of the numbers. `errand`: of a number and the pipe that it waits at.
+    Interrupted, all of them end with the server."""
+    turns = Turns(folder, numbers)
 
-    def process(number: int) -> Ending:
-        def told(event: Event) -> None:
+    def told(number: int, made: Errand) -> Errand:
+        def on_event(event: Event) -> None:
             if event.get("event") == READY:
                 turns.ready(number)
-            with one:
-                tell(event)
+            if made.on_event:
+                made.on_event(event)
 
-        try:
-            return run(number, turns.file(number), told)
-        finally:
-            turns.ended(number)
+        return replace(made, on_event=on_event, on_end=lambda ending: turns.ended(number))
 
-    with ThreadPoolExecutor(len(numbers)) as pool:
+    with turns.opened():
         try:
-            return list(pool.map(process, numbers))
+            return server.run_all([told(n, errand(n, turns.pipe(n))) for n in numbers])
         except BaseException:
             server.close()
             raise

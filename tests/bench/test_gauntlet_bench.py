@@ -22,7 +22,7 @@ MANY = 64
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Invented numbers about one hand-made block in as many versions."""
-    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "trust"))
     draw, given = random.Random(7), unpack(handmade.build(toys.affine()))
     manifest = {k: v for k, v in given.manifest.items() if k not in ("artifact_id", "blobs")}
     blobs = [(b["name"], b["kind"], bytes(given.blobs[b["name"]])) for b in given.manifest["blobs"]]
@@ -71,7 +71,7 @@ def test_two_measurements_meet_in_units_of_the_canary(
     canary: float, at_one_clock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five per cent slower: the machine was as much slower, or it was not."""
-    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "trust"))
     library = Library.open(tmp_path / "library", roles=("compiler", "validator"))
     made = library.put_artifact(handmade.build(toys.affine())).id
     for low, high, clock in ((1.00, 1.02, 300.0), (1.05, 1.07, canary)):

@@ -22,7 +22,7 @@ def server() -> Iterator[ForkServer]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty library directory; the trust home lies beside it."""
-    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "trust"))
     with Library.open(tmp_path / "library", roles=("compiler", "validator")):
         return tmp_path / "library"
 

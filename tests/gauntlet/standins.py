@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 
+from gauntlet.jobs import decode_job
 from gauntlet.server import threads_of
 
 
@@ -38,6 +39,21 @@ def asleep(arguments: int, result: int, spill: int) -> None:
 def illegal(arguments: int, result: int, spill: int) -> None:
     _say(result, event="launch", limit=5)
     ctypes.string_at(16)
+
+
+def illegal_measured(arguments: int, result: int, spill: int) -> None:
+    """As a process that measures."""
+    with open(arguments, "rb") as file:
+        word = decode_job(file.read())[0]["word"]
+    os.write(result, word.encode() + json.dumps({"event": "launch", "limit": 5}).encode() + b"\n")
+    ctypes.string_at(16)
+
+
+def pretender(arguments: int, result: int, spill: int) -> None:
+    """Candidate code in a process that measures, which says that it is done."""
+    for event in ({"event": "launch"}, {"event": "measured"}, {"event": "landed"}, {"event": "done"}):
+        _say(result, **event)
+    os._exit(0)
 
 
 def abort(arguments: int, result: int, spill: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 from esper_ir import text, verify
 from gauntlet import nvbench, nvml, profile, runner, workload
 from gauntlet.cli import main
-from gauntlet.isolate import FINISHED, ILLEGAL, Ending, ForkServer
+from gauntlet.isolate import FINISHED, ILLEGAL, Ending, Errand, ForkServer
+from gauntlet.jobs import decode_job
 from gauntlet.measuring import peak_bytes
 from gauntlet.opclass import of_graph
 from gauntlet.progress import Estimate, Report
@@ -76,27 +77,45 @@ def test_in_a_hurry_three_that_measured_do(
     """Those that die are no reason to look at fewer."""
     seen: list[int] = []
 
-    def process(container: bytes, job: profile.Job, server: object, number: int, *rest: object) -> Ending:
+    def run_all(server: ForkServer, errands: Sequence[Errand]) -> list[Ending]:
+        (number,) = (decode_job(e.arguments)[0]["number"] for e in errands)
         seen.append(number)
         if number in died:
-            return Ending(ILLEGAL, "SIGSEGV in candidate code", (), "", 0.0)
-        return Ending(FINISHED, "", ({"event": "measured"},), "", 0.0)
+            return [Ending(ILLEGAL, "SIGSEGV in candidate code", (), "", 0.0)]
+        return [Ending(FINISHED, "", ({"event": "measured"},), "", 0.0)]
 
-    monkeypatch.setattr(profile, "_process", process)
+    monkeypatch.setattr(ForkServer, "run_all", run_all)
     monkeypatch.setattr(profile, "metrics_of", lambda found, job: {"processes": len(found)})
     job = profile.Job("cpu", effort=replace(SHORT, processes=5, enough_s=enough))
     said = profile.measure(b"", job, ForkServer())
     assert len(seen) == begun and said.outcome == ("failed" if len(died) > 1 else "passed")
 
 
+def test_without_a_folder_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**given: Any) -> None:
+        raise FileNotFoundError(2, "no usable temporary directory")
+
+    monkeypatch.setattr(profile.tempfile, "TemporaryDirectory", none)
+    said = profile.measure(b"", profile.Job("cpu", effort=SHORT), ForkServer())
+    assert said.outcome == "skipped" and "no usable temporary directory" in said.reason
+
+
 def test_code_that_kills_what_measures_it_is_refused(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:illegal")
+    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:illegal_measured")
     said = profile.measure(b"", profile.Job("cpu", effort=SHORT), server)
     assert said.outcome == "failed" and said.reason.count("illegal-access") == 2
     once = profile.measure(b"", profile.Job("cpu", effort=replace(SHORT, processes=1)), server)
     assert once.outcome == "skipped", "one death may be the machine's"
+
+
+def test_who_speaks_in_the_name_of_what_measures_measures_nothing(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "TARGET", "tests.gauntlet.standins:pretender")
+    said = profile.measure(b"", profile.Job("cpu", effort=SHORT), server)
+    assert said.outcome == "skipped" and "in the judge's name" in said.reason
 
 
 def test_again_stands_beside_and_is_history(home: Path, server: ForkServer) -> None:

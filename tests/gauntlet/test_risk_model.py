@@ -182,7 +182,7 @@ def test_a_prior_is_drawn_towards_the_rate_of_all() -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ESPER_TRUST", str(tmp_path / "trust"))
+    monkeypatch.setenv("ESPER_KEYS", str(tmp_path / "trust"))
     with Library.open(tmp_path / "library", roles=("compiler", "validator")):
         return tmp_path / "library"
 
