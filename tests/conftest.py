@@ -13,6 +13,9 @@ from tests.dealing import rank, scheduler
 
 NO_CARD = "no CUDA card here: this test did NOT run (make test-gpu on a machine with one)"
 os.environ.setdefault("ESPER_SEED", "0")  # verdicts that repeat, of commands in processes of their own too
+# Threads of OpenMP that wait spin by default. With more workers than processors each holds up those that it
+# waits for: small operators then take ten times as long. It has to be said before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 GOLDENS = Path(__file__).with_name("goldens")
 
 
