@@ -39,11 +39,12 @@ class Node:
     def attr(self, name: str) -> Any:
         return dict(self.attrs)[name]
 
-    @property
+    # Asked for hundreds of thousands of times while a block is compiled.
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         return tuple(value_name(self.id, i) for i in range(len(self.types)))
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[str, ...]:
         """The operands that are values, in order."""
         return tuple(r for r in self.inputs if isinstance(r, str))

@@ -125,7 +125,9 @@ class Dim:
     @staticmethod
     def _build(terms: Mapping[Monomial, int]) -> Dim:
         kept = [(m, c) for m, c in terms.items() if c]
-        return Dim(tuple(sorted(kept, key=lambda t: _monomial_key(t[0]))))
+        if len(kept) > 1:
+            kept.sort(key=lambda t: _monomial_key(t[0]))
+        return Dim(tuple(kept))
 
     @property
     def static(self) -> int | None:
@@ -137,8 +139,11 @@ class Dim:
         return None
 
     def __add__(self, other: int | Dim) -> Dim:
+        other = Dim.of(other)
+        if not self.terms or not other.terms:
+            return self if self.terms else other
         out = dict(self.terms)
-        for m, c in Dim.of(other).terms:
+        for m, c in other.terms:
             out[m] = out.get(m, 0) + c
         return Dim._build(out)
 
@@ -154,9 +159,13 @@ class Dim:
         return Dim.of(other) - self
 
     def __mul__(self, other: int | Dim) -> Dim:
+        other = Dim.of(other)
+        for times, rest in ((other.static, self), (self.static, other)):
+            if times is not None:  # the usual case: the order of the terms stays
+                return Dim(tuple((m, c * times) for m, c in rest.terms)) if times else Dim()
         out: dict[Monomial, int] = {}
         for m, c in self.terms:
-            for n, d in Dim.of(other).terms:
+            for n, d in other.terms:
                 key = tuple(sorted(m + n, key=_atom_key))
                 out[key] = out.get(key, 0) + c * d
         return Dim._build(out)

@@ -173,12 +173,11 @@ class Fuser:
             if lowering_kind(node) == "movement" and node.tensors[0] not in made.placements:
                 return None
             placement = self.matcher.place(made, node)
-            if isinstance(placement, Rejected) or self._outside(made, node, nodes):
+            if isinstance(placement, Rejected) or self._outside(made, node, inside):
                 return None
             self.matcher.join(made, node, placement)
         return made
 
-    def _outside(self, made: Group, node: Node, nodes: list[Node]) -> bool:
-        """An operand that is a view of a value of this very group which could not be followed."""
-        inside = {o for n in nodes for o in n.outputs}
+    def _outside(self, made: Group, node: Node, inside: set[str]) -> bool:
+        """An operand that is a view of a value of this very group (`inside`) which could not be followed."""
         return any(v not in made.placements and self.views[v].base in inside for v in node.tensors)

@@ -61,12 +61,16 @@ class Group:
         return {o for n in self.nodes for o in n.outputs}
 
 
+KINDS: dict[type, str] = {
+    Pointwise: "pointwise", Reduction: "reduction", Movement: "movement", Contraction: "contraction",
+    Creation: "creation",
+}  # fmt: skip
+
+
 def lowering_kind(node: Node) -> str:
     """pointwise, reduction, movement, contraction, creation, or the class name of anything else."""
-    kinds = {Pointwise: "pointwise", Reduction: "reduction", Movement: "movement"}
-    kinds |= {Contraction: "contraction", Creation: "creation"}
-    low = OPS[node.op].lowering
-    return kinds.get(type(low), type(low).__name__.lower())
+    low = type(OPS[node.op].lowering)
+    return KINDS.get(low) or low.__name__.lower()
 
 
 def right_aligned(shape: tuple[Dim, ...], space: tuple[Dim, ...]) -> Placement | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from esper_ir.graph import Graph, Node
@@ -46,6 +47,11 @@ class View:
 
 def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """Row-major strides in elements; an axis of size 1 has stride 0."""
+    return _dense(tuple(shape))
+
+
+@lru_cache(1 << 14)
+def _dense(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
     out: list[Dim] = []
     step = ONE
     for size in reversed(shape):

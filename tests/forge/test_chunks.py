@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from forge.service import front
 from forge.work import Work
 from gauntlet.extents import Range, outside
 from library.launch import ExternStep, KernelStep, evaluate
-from tests.forge.whole import check
+from tests.forge.whole import check, checked
 
 WIDE, DEEP = 640, 24
 CHUNK, WHOLE, TUNED = 32, 64, 128
@@ -116,17 +117,23 @@ def above(work: Work) -> list[PhaseLowering]:
     return [low for low in work.lowerings if low.plan.bucket[0].high >= TUNED]
 
 
+@cache
+def _work(name: str, target: str = "h100") -> Work:
+    """One for all sizes. The limits are those of the fixture, which every test here has."""
+    return front(_block(BLOCKS[name]), target, "fast", "memory")
+
+
 @pytest.mark.parametrize("rows", [1, WHOLE - 1, WHOLE, 125, TUNED, 211])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_numbers_are_those_of_the_whole(name: str, rows: int) -> None:
-    work = check(_block(BLOCKS[name]), {"rows": rows}, aim="memory")
+    work = checked(_work(name), {"rows": rows})
     assert all(chunked(low) for low in above(work))
 
 
 @pytest.mark.parametrize("target", ["h100", "cpu-v3"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_chunk_of_it_is_there_at_a_time(name: str, target: str) -> None:
-    work = front(_block(BLOCKS[name]), target, "fast", "memory")
+    work = _work(name, target)
     for low in above(work):
         assert largest(low, TUNED) == CHUNK * WIDE, low.phase.name
         wide = [b for b in low.plan.buffers if _count(b.shape, TUNED) == CHUNK * WIDE]

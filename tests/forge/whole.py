@@ -240,7 +240,12 @@ def check(
     aim: str = "speed",
 ) -> Work:  # fmt: skip
     """Compile up to the plans, run them, compare everything; the work, for looking at its groups."""
-    work = front(blueprint, target, FAST.name, aim)
+    return checked(front(blueprint, target, FAST.name, aim), dims, backend)
+
+
+def checked(work: Work, dims: Sizes | None = None, backend: str = "plans") -> Work:
+    """The same for what is compiled so far."""
+    blueprint = work.blueprint
     found, wide, eager = compared(work, Machine(work, backend), dict(dims or {}))
     assert found, "nothing was compared"
     for name, value in found.items():

@@ -166,12 +166,12 @@ def test_killed_while_they_wait(server: ForkServer, victim: str) -> None:
 
 
 SUPERVISOR = """
-import sys
-from dataclasses import replace
+import signal
 from gauntlet import profile, waves
 from gauntlet.isolate import ForkServer
 from tests.faults import handmade, toys
 from tests.gauntlet.test_waves import THREE, _of_worker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background begin without
 with ForkServer() as server:
     def tell(event):
         if event["event"] == waves.READY:
