@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import gcd
 from types import MappingProxyType
 
@@ -401,11 +401,11 @@ class TensorType:
     def rank(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def numel(self) -> Dim:
         return reduce(lambda a, b: a * b, self.shape, Dim.of(1))
 
-    @property
+    @cached_property
     def nbytes(self) -> Dim:
         return self.numel * self.dtype.itemsize
 
