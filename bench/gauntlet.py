@@ -184,6 +184,7 @@ def row(library: Library, name: str) -> dict[str, Any]:
         "class": wep["op_class"], "median_us": _us(wep["latency_ms_median"]), "samples": wep["samples"],
         "variance": wep["variance"], "conditions": wep["conditions"], "seconds": first["seconds"],
         "measurement_s": stages.get("measurement", 0.0), "stages_s": stages,
+        "process_seconds": first["benchmark_results"].get("measurement", {}).get("process_seconds", []),
         "p99_us": _us(wep["latency_ms_p99"]),
     }  # fmt: skip
     if len(verdicts) > 1:

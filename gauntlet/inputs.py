@@ -330,6 +330,9 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def direction(recipe: Recipe, name: str, value: Tensor) -> Tensor:
-    """A random direction in float64, of the size of normal values."""
+    """A random direction in float64, of the size of normal values; of a large tensor so many elements that no
+    row has a number of them that divides it, again and again."""
     generator = torch.Generator().manual_seed(_seed(recipe, f"direction:{name}"))
-    return torch.randn(tuple(value.shape), generator=generator, dtype=torch.float64).to(value.device)
+    count = value.numel()
+    drawn = torch.randn(min(count, TILE + 1), generator=generator, dtype=torch.float64).to(value.device)
+    return drawn.repeat(-(-count // max(len(drawn), 1)))[:count].reshape(value.shape)

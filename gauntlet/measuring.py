@@ -43,10 +43,23 @@ Wait = Callable[[Callable[[], Any]], None]
 LATER = {"absent": "not with --quick"}
 
 
+class Spent(dict[str, float]):
+    """Seconds of this process by what it did, each since the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = time.monotonic()
+
+    def mark(self, what: str) -> None:
+        now = time.monotonic()
+        self[what], self._last = round(now - self._last, 3), now
+
+
 def run(arguments: int, result: int, spill: int) -> None:
     """The worker. Its job: device, quick, seed, effort, compare (names of baselines), number (the
     first also reads what needs to be read once), turn (the pipe of `gauntlet.waves`),
     word (what its messages begin with)."""
+    spent = Spent()
     with open(arguments, "rb") as file:
         job, _, container = decode_job(file.read())
     word = str(job.pop("word")).encode()
@@ -70,6 +83,7 @@ def run(arguments: int, result: int, spill: int) -> None:
         if turn < 0:
             return
         prepare()
+        spent.mark("made ready")
         emit({"event": "landed"})
         emit({"event": waves.READY})
         waves.wait(turn)
@@ -78,7 +92,8 @@ def run(arguments: int, result: int, spill: int) -> None:
 
     emit({"event": "launch", "limit": limit})
     with timing.quiet():
-        emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled, wait)})
+        spent.mark("begun")
+        emit({"event": "measured", **_measured(subject, dims, job, effort, card, compiled, wait, spent)})
     emit({"event": "landed"})
     emit({"event": "done"})
 
@@ -95,7 +110,7 @@ def _confined(device: torch.device, scratch: str) -> str:
 
 def _measured(
     subject: Subject, sizes: Sequence[Mapping[str, int]], job: Mapping[str, Any], effort: Effort,
-    card: Card | None, compiled: Mapping[int, Callable[..., Any]], wait: Wait,
+    card: Card | None, compiled: Mapping[int, Callable[..., Any]], wait: Wait, spent: Spent,
 ) -> dict[str, Any]:  # fmt: skip
     began = time.perf_counter_ns()
     subject.program.ready("inference", subject.dims_tuple(sizes[-1]))
@@ -107,9 +122,12 @@ def _measured(
         at = workload.workload(subject, dims, job["seed"], {})
         few = {n: w for n, w in at.works.items() if n in OF_SHAPES}
         shapes[at.label] = sample(few, clock, brief, at.primary).to_json()
-    at = workload.workload(subject, sizes[-1], job["seed"], compiled)
+    baselines = 1 if effort.together else workload.SETS
+    at = workload.workload(subject, sizes[-1], job["seed"], compiled, baselines)
     wait(lambda: clock.launches(at.works, range(workload.SETS)))
+    spent.mark("waited")
     shapes[at.label] = sample(at.works, clock, effort, at.primary).to_json()
+    spent.mark("sampled")
     found |= {
         "dims": at.dims,
         "label": at.label,
@@ -119,7 +137,8 @@ def _measured(
     }
     if job["number"] == 0:
         found["once"] = _once(subject, at, job, card)
-    return found
+        spent.mark("read once")
+    return {**found, "seconds": dict(spent)}
 
 
 def _clock(subject: Subject, card: Card | None) -> Clock:

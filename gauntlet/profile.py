@@ -174,6 +174,7 @@ def metrics_of(processes: Sequence[Mapping[str, Any]], job: Job) -> dict[str, An
     profile["shapes"][label]["memory_mb_peak"] = profile.get("memory_mb_peak", UNMEASURED)
     return {
         "dims": first["dims"], "processes": len(processes), "quick": job.quick, "works": works,
+        "process_seconds": [p["seconds"] for p in processes],
         "batches": sum(s["batches"] for s in series), "voided": sum(s["voided"] for s in series),
         "canary_us": [s["canary_us"] for s in series], "clock_mhz": [s["clock_mhz"] for s in series],
         "temperature_c": [s["temperature_c"] for s in series], "clock": [p["clock"] for p in processes],

@@ -21,7 +21,7 @@ from gauntlet.subject import Subject
 
 LAUNCH_SECONDS, PATIENCE = 2.5, 60.0
 """A call of the candidate may take so many seconds, and that many times as long as eager takes."""
-BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 4.0
+BUDGET_SECONDS, QUICK_BUDGET_SECONDS = 40.0, 2.5
 QUICK_PLANNING_SECONDS = 1.5
 """What libraries may plan in a stage that is in a hurry, in seconds of processors: some plan anew for every
 size, and take most of a second for each."""

@@ -64,14 +64,19 @@ def sizes(subject: Subject, quick: bool) -> list[dict[str, int]]:
 
 
 def workload(
-    subject: Subject, dims: Mapping[str, int], seed: int, compiled: Mapping[int, Callable[..., Any]]
-) -> Workload:
-    """Everything at one size. `compiled`: torch.compile's function by number of the set, made before."""
+    subject: Subject, dims: Mapping[str, int], seed: int, compiled: Mapping[int, Callable[..., Any]],
+    baselines: int = SETS,
+) -> Workload:  # fmt: skip
+    """Everything at one size. `compiled`: torch.compile's function by number of the set, made before.
+    `baselines`: sets that eager stands ready on: it makes ready by running, four times for a graph, and what
+    takes thousands of launches takes seconds each time."""
     least = least_bytes(subject, dims)
     count = max(1, min(SETS, SET_BYTES[subject.device.type] // max(2 * least, 1)))
     drawn = [(at, leaves_of(subject, at)) for at in (recipe(dims, seed + turn) for turn in range(count))]
-    sets = [_works(subject, *one, compiled.get(turn)) for turn, one in enumerate(drawn)]
-    works = {name: tuple(s[name] for s in sets) for name in sets[0]}
+    sets = [
+        _works(subject, *one, compiled.get(turn), beside=turn < baselines) for turn, one in enumerate(drawn)
+    ]
+    works = {name: tuple(s[name] for s in sets if name in s) for name in sets[0]}
     works[COPY] = (_copy(least, subject.device),)
     primary = "both" if "both" in works else "forward"
     graph = subject.joint.graph if "both" in works else subject.flat
@@ -96,9 +101,11 @@ def eager(subject: Subject) -> Callable[[Leaves], list[Tensor]]:
 
 
 def _works(
-    subject: Subject, at: Recipe, leaves: Leaves, compiled: Callable[..., Any] | None
+    subject: Subject, at: Recipe, leaves: Leaves, compiled: Callable[..., Any] | None, beside: bool
 ) -> dict[str, Work]:
     found = _ours(subject, at, leaves)
+    if not beside:
+        return found
     found |= {f"eager {n}": w for n, w in baseline(subject, at, leaves, eager(subject)).items()}
     if compiled is not None:
         found |= {f"compile {n}": w for n, w in baseline(subject, at, leaves, compiled).items()}

@@ -73,3 +73,14 @@ def test_rows_of_one_sign_with_zeros_begin_with_some_and_end_with_some() -> None
     zero = x == 0
     assert bool(zero[:, 0].any()) and bool(zero[:, -1].any()) and not bool(zero.all(-1).any())
     assert bool((x[~zero] >= 4).all()) and torch.equal(x * 2, (x * 2).round())
+
+
+def test_a_direction_of_a_large_tensor_goes_on_with_what_was_drawn() -> None:
+    recipe, large = Recipe("gradients", {"rows": 3}), torch.empty(1100, 1024)
+    drawn = inputs.direction(recipe, "w", large)
+    assert drawn.shape == large.shape and drawn.dtype is torch.float64
+    assert torch.equal(drawn, inputs.direction(recipe, "w", large)) and 0.9 < float(drawn.std()) < 1.1
+    assert len({float(v) for v in drawn[:, 0]}) == 1100, "no row is as another"
+    assert not torch.equal(drawn, inputs.direction(recipe, "v", large))
+    for shape in ((), (0,), (3, 5)):
+        assert inputs.direction(recipe, "w", torch.empty(shape)).shape == shape

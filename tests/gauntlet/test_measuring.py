@@ -27,6 +27,7 @@ from gauntlet.progress import Estimate, Report
 from gauntlet.report import UNMEASURED, WEP
 from gauntlet.sampling import BRIEF, Effort
 from gauntlet.subject import Subject
+from library.manifest import unpack
 from library.store import Library
 from tests.faults import handmade, toys
 from tests.gauntlet.conftest import put
@@ -61,6 +62,20 @@ def test_the_profile_of_a_processor(server: ForkServer) -> None:
     assert all(len(work["quantiles_us"]) == 41 for work in works.values())
     assert wep.bound_by in ("memory", "compute") and wep.shapes
     assert said.metrics["context"]["sandbox"] in ("limits", "landlock", "full")
+    spent = said.metrics["process_seconds"]
+    assert [set(s) for s in spent] == [
+        {"begun", "waited", "sampled", "read once"},
+        {"begun", "waited", "sampled"},
+    ]
+    assert sum(sum(s.values()) for s in spent) <= said.seconds
+
+
+def test_in_a_hurry_eager_stands_ready_on_one_set() -> None:
+    subject = Subject(unpack(handmade.build(toys.norm())), torch.device("cpu"))
+    for baselines, most in ((workload.SETS, workload.SETS), (1, 1)):
+        at = workload.workload(subject, workload.sizes(subject, True)[-1], 0, {}, baselines)
+        counts = {name: len(works) for name, works in at.works.items()}
+        assert counts["both"] == workload.SETS and counts["eager both"] == most
 
 
 def test_processes_that_die_are_named(server: ForkServer) -> None:
