@@ -19,7 +19,7 @@ from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
 
-COTANGENT = "cotangent:"
+COTANGENT = medley.COTANGENT
 HALVED = {f"from {n} bytes on": n for n in (8, 16)}
 """Where vectors of 8 or 16 bytes may be loaded and no longer ones: allocations begin at more."""
 LAYOUTS = (*(name for name in oracle.LAYOUTS if name != "dense"), *HALVED)
@@ -44,6 +44,7 @@ with cotangents that are small and large in turn no row outweighs another in a s
 row in the next one does."""
 LIFT = {torch.float16: 5.0}
 """Powers of two that the rows of "seesaw" go up and down; 10 of wider types."""
+INTEGERS = "integers"
 START, END = "start", "end"
 """Of a cotangent: only the first row flows back, or only the last, where loops over rows begin and end:
 nothing hides what it gives. A little of each part of a sum in the place of as much of the next one is felt at
@@ -52,6 +53,11 @@ HALVES, LAST = {"above": 5.0, "below": -5.0}, {"tail": 16.0, "dip": -16.0}
 REPEATED = "repeated"
 """Of leaves: numbers as of "above", all rows as the first. Less its own mean a row has either sign, and so
 has a sum of it over rows that differ: over these it has one sign in each column."""
+BALANCED = "balanced"
+"""Of leaves: whole numbers from 1 to 8 of which as many are negative in every row, so that it sums to zero.
+Less their mean they are what they were, and sums of their products with whole numbers are exact in any order:
+with no error of eager's to hide behind, a millionth of what comes from later rows is felt in a sum over many.
+"""
 TILE = 1 << 20
 """Elements that are drawn of a tensor that has more."""
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
@@ -179,7 +185,7 @@ def _draw(
     if name in ranges.OWN and kind.dtype.is_floating:
         shape = tuple(d.value(recipe.dims) for d in kind.shape)
         return ranges.drawn(name, shape, kind.dtype, generator)
-    if name not in (*OWN_DRAWS, REPEATED, medley.ALIKE):
+    if name not in (*OWN_DRAWS, REPEATED, BALANCED, medley.ALIKE):
         return oracle.draw(name if name in oracle.DRAWS else "normal", kind, recipe.dims, generator, below)
     drawn = oracle.draw("normal", kind, recipe.dims, generator, below)
     if not kind.dtype.is_floating:
@@ -216,6 +222,8 @@ def _draw(
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES.get(name, HALVES["above"])
         holes = _gaps(tuple(wide.shape), generator) if name == "holed" else torch.zeros(())
         wide = torch.where(holes.bool(), 0.0, wide)
+    elif name == BALANCED and wide.dim():
+        wide = _balanced(tuple(wide.shape), generator)
     elif name == REPEATED:
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES["above"]
         if any(d.symbols() for d in kind.shape[:1]):
@@ -234,6 +242,13 @@ def _gaps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     start = torch.where(place == 0, 0, torch.where(place == 1, width - length, inside))
     at = torch.arange(width).expand(shape)
     return (at >= start) & (at < start + length)
+
+
+def _balanced(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    half = torch.randint(1, 9, (*shape[:-1], shape[-1] // 2), generator=generator).double()
+    there = torch.rand(half.shape, generator=generator).argsort(-1)
+    row = torch.cat([half, -half.gather(-1, there), half.new_zeros(*shape[:-1], shape[-1] % 2)], -1)
+    return row.gather(-1, torch.rand(shape, generator=generator).argsort(-1))
 
 
 def _seesaw(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -305,7 +320,7 @@ def _way(cotangent: str, name: str) -> str | None:
     """How a leaf is drawn that is as this cotangent."""
     if cotangent.startswith(medley.DRAW):
         return medley.of_leaf(cotangent, name)
-    return cotangent if cotangent in HALVES else None
+    return cotangent if cotangent in (*HALVES, INTEGERS) else None
 
 
 def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from esper_ir import oracle, reference
 from esper_ir.graph import Graph, Node
 from esper_ir.opdef import Creation, Lookup, Movement, Pointwise, Reduction
+from esper_ir.ops.attention import OPENED
 from esper_ir.reference import Precision
 from esper_ir.registry import lookup
 from esper_ir.types import DType
@@ -210,6 +211,31 @@ def shaken(
         shifted = {n: v if _exact(v) else moved(v.double(), 1) for n, v in given.items()}
         known = dict(shifted)
         return reference.evaluate_all(graph, shifted, precision="float64", after=noted)
+
+
+CERTAIN, FELT, LOOSE = 0.5, -20.0, 4.0
+"""Of an exponent: how far it may be off; from where on its exponential is felt beside a largest one of 1; and
+roundings of what it is the difference of."""
+
+
+def decided(subject: Subject, values: Mapping[str, Tensor]) -> bool:
+    """Whether roundings leave the exponents of attention what they are. A library keeps the logarithm of the
+    sum of a row, and its backward takes exp(score - that): where scores are so large that one of their
+    roundings is a number of one digit, any share of a row, also exp(60), is what a correct algorithm gives,
+    and the float64 forms, in which a largest score less itself is zero, know nothing of it."""
+    if not any(node.op in OPENED for node in subject.flat):
+        return True
+    known = {n: t.double() if t.is_floating_point() else t for n, t in values.items()}
+    with torch.no_grad():
+        known = reference.evaluate_all(subject.opened, known, precision="float64")
+    differences = {n.outputs[0]: n.tensors for n in subject.opened if n.op == "sub"}
+    exponents = [n.tensors[0] for n in subject.opened if n.op == "exp" and n.tensors[0] in differences]
+    for exponent in exponents:
+        size = sum(torch.nan_to_num(known[n], posinf=0.0, neginf=0.0).abs() for n in differences[exponent])
+        off = LOOSE * subject.roundoff * size
+        if bool(((off > CERTAIN) & (known[exponent] + off > FELT)).any()):
+            return False
+    return True
 
 
 def _scattered(value: Tensor, seed: int) -> Tensor:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
 from gauntlet import accuracy, edges, hosted, inputs, lone, meaning, medley, ranges
-from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
+from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.subject import Subject
 
 LAYOUT_REFUSALS = ("E0812", "E0821")
 RANGE_REFUSALS = ("E0813", "E0810")
 OUTSIDE = "outside"
+UNDECIDED = "roundings of these scores decide which exponentials are anything at all"
 RESTS = 16
 """Sizes in a row that every plan and variant is tried with: every rest of a division by up to so many."""
 DEEP = 1 << 17
@@ -48,7 +49,7 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, dims=dims, draw=draw)
         for draw in (*ends, *beside) if subject.elements(dims) <= edges.ELEMENTS else ():
             yield replace(base, dims=dims, draw=draw)
-    for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject)):
+    for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject, context.seed)):
         yield replace(base, dims=dims, draw=draw, seed=context.seed + number)
     for dims in sizes(context):
         yield replace(base, dims=dims)
@@ -177,7 +178,9 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         for found, phase in ((plain, ""), (trained, " (training)"))
         for name, got, wanted in zip(subject.blueprint.outputs, found, exact, strict=True)
     ]
-    return accuracy.beside_eager(subject, recipe, rows, eager, others, accuracy.Seen())
+    outcome = accuracy.beside_eager(subject, recipe, rows, eager, others, accuracy.Seen())
+    undecided = isinstance(outcome, Failed) and not meaning.decided(subject, meant)
+    return Skipped(UNDECIDED) if undecided else outcome
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:

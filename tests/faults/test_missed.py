@@ -88,6 +88,28 @@ def test_a_sum_over_rows_of_what_a_row_is_above_its_mean(server: ForkServer, tmp
     assert chosen
 
 
+@pytest.mark.parametrize(
+    ("kind", "place", "cotangent"),
+    [
+        ("wrong axis", "a little of b2_grad_3a_y[(o2 + j) / 2]", inputs.INTEGERS),
+        ("wrong only for constant cotangents", "load 2: alike", "ones"),
+    ],
+)
+def test_a_sum_over_rows_whose_terms_are_exact(
+    server: ForkServer, tmp_path: Path, kind: str, place: str, cotangent: str
+) -> None:
+    """Of rows less their mean: that is exact where it is zero."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "centred_72_f32"), "cpu")
+    mutants = [m for m in faults.KINDS[kind].mutants(block) if (m.kernel, m.place) == ("bwd0_0_0_g", place)]
+    for planted in faults._written(tmp_path, block, mutants, 0):
+        data = (tmp_path / planted.file).read_bytes()
+        for draw, right in (("above", True), (inputs.REPEATED, True), (inputs.BALANCED, False)):
+            case = Recipe("gradients", {"rows": 1021}, draw, cotangent=cotangent, wanted=("w",)).to_json()
+            found = judge(data, "cpu", server, stages=("gradients",), recipe=case)
+            assert found.passed is right, (draw, found.reason)
+    assert mutants
+
+
 @pytest.mark.parametrize("name", ["dense_relu_64_bf16", "affine_relu_40_f32"])
 def test_nothing_is_moved_so_far_out_that_a_sum_overflows_in_one_order(name: str) -> None:
     """small w, huge b: the x that brings x w + b to its edge would be near the largest number."""

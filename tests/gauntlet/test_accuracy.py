@@ -16,7 +16,8 @@ from esper_ir.reference import evaluate
 from esper_ir.types import DType
 from gauntlet import accuracy, inputs, meaning
 from gauntlet import subject as subjects
-from gauntlet.stage import Failed, Passed, Recipe
+from gauntlet.stage import Context, Failed, Passed, Recipe, Skipped
+from gauntlet.stages import gradients
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus, handmade, toys
@@ -238,6 +239,37 @@ def test_attention_means_the_same_in_primitives(layout: str, causal: bool) -> No
     one, other = (evaluate(g, given, precision="float64") for g in (flat, opened))
     for a, c in zip(flat.outputs, opened.outputs, strict=True):
         torch.testing.assert_close(one[a], other[c], rtol=1e-12, atol=1e-12)
+
+
+def _attended() -> Subject:
+    b = Builder("attended")
+    b.dim("batch", max=64)
+    q, k, v = (b.input(n, "float32", ["batch", 2, 6, 8]) for n in "qkv")
+    blueprint = json.loads(text.render(b.build(b.attention(q, k, v, is_causal=True))))
+    return Subject(unpack(corpus.compiled(blueprint, "cpu").container), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("times", "right"), [(1.0, False), (30.0, False), (1e4, True)])
+def test_where_roundings_of_scores_decide_no_gradient_is_wrong(
+    times: float, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward that takes exp(score - logarithm of the sum) has any share of a row where a score of 1e8 is
+    rounded. Of scores that are certain a share is as right or wrong as ever."""
+    subject = _attended()
+    torch.manual_seed(0)
+    leaves = {n: times * torch.randn(3, 2, 6, 8) for n in "qkv"}
+    subject.stored = {**leaves, f"{inputs.COTANGENT}{subject.blueprint.outputs[0]}": torch.randn(3, 2, 6, 8)}
+    assert meaning.decided(subject, leaves) is not right
+    trained = subject.trained
+
+    def off(*given: Any) -> dict[str, torch.Tensor]:
+        return {n: t + 0.1 * t.abs().max() for n, t in trained(*given).items()}
+
+    monkeypatch.setattr(subject, "trained", off)
+    context = Context(subject, lambda event: None)
+    recipe = Recipe("gradients", {"batch": 3}, cotangent="normal", wanted=("q", "k", "v"))
+    said = gradients.STAGE.check(context, recipe)
+    assert isinstance(said, Skipped if right else Failed), said
 
 
 def test_the_worst_margin_is_of_all_results_behind_too(subject: Subject) -> None:

@@ -54,12 +54,12 @@ def test_large_and_small_rows_in_turn_are_of_one_size_in_a_product() -> None:
 def test_in_a_medley_each_tensor_is_drawn_in_a_way_of_its_own() -> None:
     """All ways come about, of leaves and of cotangents, at few rows; and a number stands for one draw."""
     subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
-    tried = list(medley.tried(subject, 200))
+    tried = list(medley.tried(subject, 7, 600))
     assert {dims["rows"] for _, dims in tried} == {1, 2, 3}
     pairs = {tuple(medley.of_leaf(draw, n) for n in ("x", "w", "cotangent:y")) for draw, _ in tried}
     for place in range(3):
         assert {ways[place] for ways in pairs} == set(medley.WAYS)
-    assert len(pairs) > 150
+    assert len(pairs) > 300
     draw, dims = next((d, s) for d, s in tried if medley.of_leaf(d, "x") == medley.ALIKE and s["rows"] == 2)
     recipe = Recipe("gradients", dims, draw, cotangent=draw, seed=3)
     x = inputs.values(subject, recipe)["x"]
@@ -84,3 +84,16 @@ def test_a_direction_of_a_large_tensor_goes_on_with_what_was_drawn() -> None:
     assert not torch.equal(drawn, inputs.direction(recipe, "v", large))
     for shape in ((), (0,), (3, 5)):
         assert inputs.direction(recipe, "w", torch.empty(shape)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(5, 72), (3, 7), (4, 1), (9,), (0, 4)])
+def test_balanced_rows_sum_to_zero(shape: tuple[int, ...]) -> None:
+    rows = inputs._balanced(shape, torch.Generator().manual_seed(3))
+    assert rows.shape == shape and bool((rows.sum(-1) == 0).all()) and bool((rows == rows.round()).all())
+    assert shape not in [(5, 72), (3, 7)] or not torch.equal(rows[0], rows[1])
+
+
+def test_medleys_of_another_seed_are_others() -> None:
+    subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
+    one, other = ({draw for draw, _ in medley.tried(subject, seed)} for seed in (0, 1))
+    assert one and not one & other
