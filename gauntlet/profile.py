@@ -52,17 +52,21 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
     """Run the processes; the stage with the profile. Passed even where a number could not be had: nothing is
     refused for being slow. Skipped when no process could measure; failed when candidate code killed two."""
     began, seen = time.monotonic(), _Seen()
-    left, together = list(range(job.spends.processes)), job.spends.together
+    left, together, last = list(range(job.spends.processes)), job.spends.together, 0.0
     try:
         folder = tempfile.TemporaryDirectory(prefix="esper-measure-")
     except OSError as error:
         return StageReport(NAME, "skipped", 0.0, f"no folder to measure in: {error}")
     with folder as scratch:
-        while left and (len(seen.found) < LEAST_PROCESSES or time.monotonic() - began <= job.spends.enough_s):
+        # None is begun for which there is no time, if it takes as long as the one before.
+        while left and (
+            len(seen.found) < LEAST_PROCESSES or time.monotonic() - began + last <= job.spends.enough_s
+        ):
+            begun = time.monotonic()
             wave, left = _wave(left, len(seen.found), together)
             endings = _endings(container, job, server, wave, scratch, tell or _nobody)
             again = [number for number, ending in endings if not seen.take(number, ending, len(wave) > 1)]
-            left, together = [*again, *left], together and not again
+            left, together, last = [*again, *left], together and not again, time.monotonic() - begun
     seconds = round(time.monotonic() - began, 3)
     if len(seen.killed) > 1:
         return StageReport(NAME, "failed", seconds, "; ".join(seen.killed))

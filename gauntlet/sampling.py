@@ -35,8 +35,9 @@ class Effort:
     """What a process spends. It stops with `samples` of every work whose interval of the median (95 %) is at
     most `width` wide; it waits for that width no longer than `patience_s`, and in no case goes on after
     `seconds`. `heat_s`: of work before the first sample. `processes`: fresh ones; once
-    `LEAST_PROCESSES` have measured none is begun after `enough_s`. `together`: that many make ready side by
-    side (each holds its tensors meanwhile), and measure one at a time, at one size."""
+    `LEAST_PROCESSES` have measured none is begun that would end after `enough_s` if it took as long as the
+    ones before. `together`: that many make ready side by side (each holds its tensors meanwhile), and measure
+    one at a time, at one size."""
 
     samples: int = 300
     width: float = 0.01

@@ -20,7 +20,8 @@ from gauntlet import accuracy, arena, hosted, inputs, meaning
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 
 DEAR = 1 << 18
-"""Elements of the largest tensor beyond which one draw has to do, where it accepts no wrong answer."""
+"""Elements of the largest tensor beyond which one draw has to do, where it accepts no wrong answer. In a
+hurry one has to do at any size."""
 FAR = 0.05
 """Relative root mean square distance from the right answer that makes an answer certainly wrong."""
 CLEAR = 4
@@ -158,7 +159,7 @@ class SelfTest(Sweep):
             if (wrong := _offer(context, recipe, told)) is not None:
                 return replace(wrong, case=recipe)
             count += 1
-            if _dear(context) and not isinstance(told.outcome, Failed):
+            if (context.quick or _dear(context)) and isinstance(told.outcome, Passed):
                 break
         outcome = told.outcome
         if isinstance(outcome, Skipped):
