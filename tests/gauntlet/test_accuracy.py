@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from esper_ir.types import DType
 from gauntlet import accuracy, inputs, meaning
 from gauntlet import subject as subjects
 from gauntlet.stage import Context, Failed, Passed, Recipe, Skipped
-from gauntlet.stages import gradients
+from gauntlet.stages import gradients, numerics
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus, handmade, toys
@@ -269,6 +270,10 @@ def test_where_roundings_of_scores_decide_no_gradient_is_wrong(
     context = Context(subject, lambda event: None)
     recipe = Recipe("gradients", {"batch": 3}, cotangent="normal", wanted=("q", "k", "v"))
     said = gradients.STAGE.check(context, recipe)
+    assert isinstance(said, Skipped if right else Failed), said
+    infer = subject.infer
+    monkeypatch.setattr(subject, "infer", lambda values: [t + 0.1 * t.abs().max() for t in infer(values)])
+    said = numerics.STAGE.check(context, replace(recipe, stage="numerics", cotangent="", wanted=()))
     assert isinstance(said, Skipped if right else Failed), said
 
 
