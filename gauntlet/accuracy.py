@@ -37,7 +37,9 @@ Row = tuple[str, Tensor, Tensor, Tensor]
 EASY = 0.5
 """Of an element's bound without eager's error: up to here nobody has to know how wide it is with that."""
 SHAKES, MORE_SHAKES = 3, 8
-"""Draws of random roundings; and so many more before one of few numbers is called wrong."""
+ALIKE = (1, 3, 5)
+"""Draws of random roundings; so many more before one of few numbers is called wrong; and those in which equal
+values are rounded alike."""
 MANY = 32
 """Errors of about one size, in numbers."""
 ALONE = 64.0
@@ -119,9 +121,8 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     rmse = oracle.BOUNDS[dtype_of(subject, label)].rmse
     second = again(moved / rmse if many else moved)
     if many and second.rmse_margin > 1.0 and math.isfinite(second.rmse_margin):
-        # One draw of three rounds equal values alike; where they are added that is felt. Three of each, then.
-        moved = moved_by(range(SHAKES, 2 * SHAKES), moved)
-        second = again(moved / rmse)
+        # One draw of three rounds equal values alike, and where they are added that is felt: three of these.
+        second = again(moved_by(ALIKE, torch.zeros_like(error)) / rmse)
     if many and not second.passed and second.rmse_margin <= 1.0:
         second = again(moved)  # the mean is right, and an element has its own factor
     alone = not many or second.rmse_margin <= 1.0

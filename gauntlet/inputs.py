@@ -60,6 +60,7 @@ with no error of eager's to hide behind, a millionth of what comes from later ro
 """
 TILE = 1 << 20
 """Elements that are drawn of a tensor that has more."""
+PRIME = TILE + 7
 SMOOTH = ("normal", "x10", "x0.1", "shifted", "sunk", "uneven")
 
 
@@ -222,13 +223,13 @@ def _draw(
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES.get(name, HALVES["above"])
         holes = _gaps(tuple(wide.shape), generator) if name == "holed" else torch.zeros(())
         wide = torch.where(holes.bool(), 0.0, wide)
-    elif name == BALANCED and wide.dim():
-        wide = _balanced(tuple(wide.shape), generator)
+    elif name == BALANCED:
+        wide = _balanced(tuple(wide.shape), generator) if wide.dim() else wide.round()
     elif name == REPEATED:
         wide = (wide * 2).round().clamp(-2, 2) / 2 + HALVES["above"]
         if any(d.symbols() for d in kind.shape[:1]):
             wide = wide[:1].expand_as(wide)
-    return wide.to(drawn.dtype)
+    return wide.to(drawn.dtype).contiguous()
 
 
 def _gaps(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -345,9 +346,9 @@ def _shaped(kind: str, dense: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def direction(recipe: Recipe, name: str, value: Tensor) -> Tensor:
-    """A random direction in float64, of the size of normal values; of a large tensor so many elements that no
-    row has a number of them that divides it, again and again."""
+    """A random direction in float64, of the size of normal values; of a large tensor a prime number of
+    elements, again and again: rows differ."""
     generator = torch.Generator().manual_seed(_seed(recipe, f"direction:{name}"))
     count = value.numel()
-    drawn = torch.randn(min(count, TILE + 1), generator=generator, dtype=torch.float64).to(value.device)
+    drawn = torch.randn(min(count, PRIME), generator=generator, dtype=torch.float64).to(value.device)
     return drawn.repeat(-(-count // max(len(drawn), 1)))[:count].reshape(value.shape)

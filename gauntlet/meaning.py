@@ -223,19 +223,30 @@ def decided(subject: Subject, values: Mapping[str, Tensor]) -> bool:
     sum of a row, and its backward takes exp(score - that): where scores are so large that one of their
     roundings is a number of one digit, any share of a row, also exp(60), is what a correct algorithm gives,
     and the float64 forms, in which a largest score less itself is zero, know nothing of it."""
-    if not any(node.op in OPENED for node in subject.flat):
+    opened = [f"{node.id}:" for node in subject.flat if node.op in OPENED]
+    if not opened:
         return True
     known = {n: t.double() if t.is_floating_point() else t for n, t in values.items()}
     with torch.no_grad():
         known = reference.evaluate_all(subject.opened, known, precision="float64")
-    differences = {n.outputs[0]: n.tensors for n in subject.opened if n.op == "sub"}
-    exponents = [n.tensors[0] for n in subject.opened if n.op == "exp" and n.tensors[0] in differences]
+    within = [node for node in subject.opened if any(node.id.startswith(scope) for scope in opened)]
+    differences = {n.outputs[0]: n.tensors for n in within if n.op == "sub"}
+    exponents = [n.tensors[0] for n in within if n.op == "exp" and n.tensors[0] in differences]
     for exponent in exponents:
         size = sum(torch.nan_to_num(known[n], posinf=0.0, neginf=0.0).abs() for n in differences[exponent])
         off = LOOSE * subject.roundoff * size
         if bool(((off > CERTAIN) & (known[exponent] + off > FELT)).any()):
             return False
     return True
+
+
+def through_attention(subject: Subject) -> set[str]:
+    """Labels of the gradients that come out of the backward of an attention, or depend on it."""
+    (graph, names), found = subject.flat_joint, set[str]()
+    for node in graph:
+        if node.op == "attention_grad" or not found.isdisjoint(node.tensors):
+            found.update(node.outputs)
+    return {f"d({leaf})" for leaf, at in names.items() if at in found}
 
 
 def _scattered(value: Tensor, seed: int) -> Tensor:

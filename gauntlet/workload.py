@@ -1,8 +1,8 @@
 """What is timed at one size: the artifact's plans, eager torch (and torch.compile where asked) on the same
 tensors, and a copy of as many bytes as have to move.
 
-Every work stands ready on several sets of inputs, drawn as the validation draws normal ones; launches rotate
-over them, so that nothing can answer from what it saw last.
+Every work of the artifact stands ready on several sets of inputs, drawn as the validation draws normal ones;
+launches rotate over them, so that nothing can answer from what it saw last.
 """
 
 from __future__ import annotations

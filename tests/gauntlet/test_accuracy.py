@@ -271,10 +271,61 @@ def test_where_roundings_of_scores_decide_no_gradient_is_wrong(
     recipe = Recipe("gradients", {"batch": 3}, cotangent="normal", wanted=("q", "k", "v"))
     said = gradients.STAGE.check(context, recipe)
     assert isinstance(said, Skipped if right else Failed), said
+    monkeypatch.setattr(subject, "trained", lambda *given: {n: t.log() for n, t in off(*given).items()})
+    assert isinstance(gradients.STAGE.check(context, recipe), Failed), "NaN is no share"
     infer = subject.infer
     monkeypatch.setattr(subject, "infer", lambda values: [t + 0.1 * t.abs().max() for t in infer(values)])
     said = numerics.STAGE.check(context, replace(recipe, stage="numerics", cotangent="", wanted=()))
-    assert isinstance(said, Skipped if right else Failed), said
+    assert isinstance(said, Failed), "a share of a row is known forwards"
+
+
+def test_scores_excuse_no_gradient_beside_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = Builder("beside")
+    b.dim("batch", max=64)
+    q, k, v = (b.input(n, "float32", ["batch", 2, 6, 8]) for n in "qkv")
+    u, w = b.input("u", "float32", ["batch", 5]), b.param("w", "float32", [5])
+    blueprint = b.build(b.attention(q, k, v), b.exp(b.sub(u, w)))
+    subject = Subject(
+        unpack(corpus.compiled(json.loads(text.render(blueprint)), "cpu").container), torch.device("cpu")
+    )
+    assert meaning.through_attention(subject) == {"d(q)", "d(k)", "d(v)"}
+    torch.manual_seed(0)
+    far = {"u": torch.full((3, 5), 2e6), "w": torch.full((5,), 2e6)}
+    near = {n: torch.randn(3, 2, 6, 8) for n in "qkv"}
+    assert meaning.decided(subject, near | far), "exponents of others are theirs"
+    large = {n: 1e4 * t for n, t in near.items()} | {n: torch.randn(t.shape) for n, t in far.items()}
+    assert not meaning.decided(subject, large)
+    flowing = [torch.randn(3, 2, 6, 8), torch.randn(3, 5)]
+    names = (f"{inputs.COTANGENT}{n}" for n in subject.blueprint.outputs)
+    subject.stored = large | dict(zip(names, flowing, strict=True))
+    trained = subject.trained
+    for off, right in (("q", True), ("u", False), ("w", False)):
+
+        def moved(*given: Any, off: str = off) -> dict[str, torch.Tensor]:
+            return {n: t + 0.1 * t.abs().max() * (n == off) for n, t in trained(*given).items()}
+
+        monkeypatch.setattr(subject, "trained", moved)
+        recipe = Recipe("gradients", {"batch": 3}, cotangent="normal", wanted=("q", "k", "v", "u", "w"))
+        said = gradients.STAGE.check(Context(subject, lambda event: None), recipe)
+        assert isinstance(said, Passed if right else Failed), (off, said)
+
+
+def test_equal_values_that_are_rounded_alike_are_drawn_as_often_as_others(subject: Subject) -> None:
+    """A mean that two of three draws do not show, since they round every value by itself."""
+    exact = torch.randn(4, 70, dtype=torch.float64)
+    noise = torch.randn(6, 4, 70, dtype=torch.float64) * 1e-7
+
+    def nearby(turn: int) -> dict[str, torch.Tensor]:
+        return {"y": exact + noise[turn] * (3 if turn % 2 else 1)}
+
+    recipe = Recipe("numerics", {"rows": 4, "cols": 70})
+
+    def passed(times: float) -> bool:
+        got = (exact + times * 1e-7 * torch.randn(4, 70, dtype=torch.float64)).float()
+        others = accuracy.Others(nearby, ())
+        return accuracy.judged(subject, recipe, ("y", got, exact, exact.float()), others).passed
+
+    assert passed(3.8) and not passed(5.0)
 
 
 def test_the_worst_margin_is_of_all_results_behind_too(subject: Subject) -> None:

@@ -12,7 +12,8 @@ import torch
 from esper_ir import text
 from esper_ir.builder import Builder
 from gauntlet import inputs, medley
-from gauntlet.stage import Recipe
+from gauntlet.stage import Context, Recipe
+from gauntlet.stages import determinism, gradients
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus, handmade, toys
@@ -57,6 +58,10 @@ def test_in_a_medley_each_tensor_is_drawn_in_a_way_of_its_own() -> None:
     tried = list(medley.tried(subject, 7, 600))
     assert {dims["rows"] for _, dims in tried} == {1, 2, 3}
     pairs = {tuple(medley.of_leaf(draw, n) for n in ("x", "w", "cotangent:y")) for draw, _ in tried}
+    mostly = {(x, w) for x, w, y in pairs if y in medley.ONE_SIGN}
+    assert mostly >= {(x, w) for x in medley.MILD for w in medley.ONE_SIGN}, "no two names go together"
+    flowing = [medley.of_leaf(draw, "cotangent:y") in medley.ONE_SIGN for draw, _ in tried]
+    assert 0.75 < sum(flowing) / len(flowing) < 0.9
     for place in range(3):
         assert {ways[place] for ways in pairs} == set(medley.WAYS)
     assert len(pairs) > 300
@@ -97,3 +102,30 @@ def test_medleys_of_another_seed_are_others() -> None:
     subject = Subject(unpack(handmade.build(toys.affine())), torch.device("cpu"))
     one, other = ({draw for draw, _ in medley.tried(subject, seed)} for seed in (0, 1))
     assert one and not one & other
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_rows_that_sum_to_zero_are_drawn_for_every_plan(quick: bool) -> None:
+    declared = next(d for d in corpus.blueprints() if d["name"] == "centred_40_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "cpu").container), torch.device("cpu"))
+    tried = list(gradients._recipes(Context(subject, lambda event: None, quick, 0)))
+    plans = {tuple(sorted(p.wanted)) for p in subject.launch.plans if p.phase == "backward"}
+    for cotangent in (inputs.INTEGERS, "ones"):
+        found = [r for r in tried if (r.draw, r.cotangent) == (inputs.BALANCED, cotangent)]
+        assert plans <= {tuple(sorted(r.wanted)) for r in found}
+        assert quick or max(r.dims["rows"] for r in found) > 1000, "where loops go round"
+        for recipe in found[:1]:
+            drawn, (flow,) = inputs.values(subject, recipe), inputs.cotangents(subject, recipe)
+            assert (
+                flow is not None and bool((drawn["x"].sum(-1) == 0).all()) and torch.equal(flow, flow.round())
+            )
+
+
+def test_on_a_card_what_is_repeated_in_a_hurry_ran_before() -> None:
+    """Nothing has to be planned there for sizes of its own."""
+    declared = next(d for d in corpus.blueprints() if d["name"] == "centred_40_f32")
+    subject = Subject(unpack(corpus.compiled(declared, "h100").container), torch.device("cpu"))
+    for device, largest in (("cpu", False), ("cuda", True)):
+        subject.device = torch.device(device)
+        tried = [r.dims for r in determinism._recipes(Context(subject, lambda event: None, True, 0))]
+        assert (subject.largest_dims() in tried) is largest

@@ -106,6 +106,23 @@ def test_in_a_hurry_three_that_measured_do(
     assert len(seen) == begun and said.outcome == ("failed" if len(died) > 1 else "passed")
 
 
+@pytest.mark.parametrize(("enough", "begun"), [(3.5, 3), (4.0, 4), (4.9, 4), (5.0, 5)])
+def test_none_is_begun_that_would_end_too_late(
+    monkeypatch: pytest.MonkeyPatch, enough: float, begun: int
+) -> None:
+    now = [0.0]
+
+    def run_all(server: ForkServer, errands: Sequence[Errand]) -> list[Ending]:
+        now[0] += 1.0
+        return [Ending(FINISHED, "", ({"event": "measured"},), "", 0.0) for _ in errands]
+
+    monkeypatch.setattr(profile, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ForkServer, "run_all", run_all)
+    monkeypatch.setattr(profile, "metrics_of", lambda found, job: {"processes": len(found)})
+    job = profile.Job("cpu", effort=replace(SHORT, processes=5, enough_s=enough))
+    assert profile.measure(b"", job, ForkServer()).metrics["processes"] == begun
+
+
 def test_without_a_folder_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(**given: Any) -> None:
         raise FileNotFoundError(2, "no usable temporary directory")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,14 @@ def test_values_that_say_nothing_are_made_up_for_by_others(monkeypatch: pytest.M
     _blind(monkeypatch, "normal", "shifted")
     found = selftest.STAGE.run(_context())
     assert isinstance(found, Passed) and found.metrics["cases"] > 2 and found.metrics["refused"] > 20, found
+
+
+def test_in_a_hurry_one_draw_has_to_do_that_refuses_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quick, blind, cases in ((False, (), 6), (True, (), 1), (True, ("normal", "x10"), 3)):
+        with monkeypatch.context() as patched:
+            _blind(patched, *blind)
+            found = selftest.STAGE.run(replace(_context(), quick=quick))
+            assert isinstance(found, Passed) and found.metrics["cases"] == cases, (quick, blind, found)
 
 
 def test_where_a_case_is_dear_others_are_asked_for_what_the_first_accepts(
