@@ -69,10 +69,11 @@ def run(arguments: int, result: int, spill: int) -> None:
 
     subject = Subject(unpack(container), settle(job["device"]))
     effort = Effort(**job["effort"])
-    sets = _baselines(subject.device, effort)
     dims = workload.sizes(subject, job["quick"] or effort.together)
     card = Card(physical(str(subject.device)).partition(" ")[2]) if subject.device.type == "cuda" else None
-    compiled = _compiled(subject, dims[-1], job, emit, sets) if "torch.compile" in job["compare"] else {}
+    compiled: dict[int, Callable[..., Any]] = {}
+    if "torch.compile" in job["compare"]:
+        compiled = _compiled(subject, dims[-1], job, emit, _baselines(subject.device, effort))
     turn = os.open(job["turn"], os.O_RDONLY) if job["turn"] else -1
     emit(
         {"event": "context", **hardware(subject.device), "sandbox": _confined(subject.device, job["scratch"])}
