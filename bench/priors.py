@@ -60,12 +60,13 @@ def entries_of(
 
 
 def shapes_of(blocks: Iterable[str], target: str) -> dict[str, Shape]:
-    """What every tile of these blocks is chosen for today, by key."""
+    """What every tile of these blocks, and cases of bench.products, is chosen for today, by key."""
     wanted = set(blocks)
     out: dict[str, Shape] = {}
-    for block in available():
-        if block.name in wanted:
-            out |= front(text.load(block.blueprint), target).kernels.choices.shapes
+    graphs = [text.load(block.blueprint) for block in available() if block.name in wanted]
+    graphs += [text.parse(case.text()) for case in cases() if case.name in wanted]
+    for graph in graphs:
+        out |= front(graph, target).kernels.choices.shapes
     return out
 
 

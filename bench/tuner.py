@@ -3,6 +3,7 @@
     python -m bench.tuner --make out/tuner --target h100     (anywhere: builds)
     python -m bench.tuner --from out/tuner                   (where the target is: times, all of them kept
                                                               below `times` beside the results file)
+    python -m bench.tuner --make out/tuner --cases swiglu    (all groups of cases of bench.products instead)
 
 Groups of the blocks' kernels are drawn by a seed; around the tile that `fast` takes, hundreds are built and
 all are timed. From the times follows what each pipeline would have got: `fast` its first tile, `standard`
@@ -26,6 +27,7 @@ import esper_ir.text as text
 from bench import results
 from bench.blocks import available
 from bench.crew import say
+from bench.families import cases
 from bench.results import figure
 from forge.pipelines import EFFORTS, device_of
 from forge.service import front
@@ -64,6 +66,20 @@ def make(
             built |= {part: [*beside[part], *built[part]] for part in ("groups", "candidates")}
         path = folder / f"{block}.candidates"
         halves.write({**built, "block": block, "drawn": sorted(keys)}, path)
+        made.append(path)
+    return made
+
+
+def make_cases(folder: Path, target: str, words: Sequence[str], trials: int) -> list[Path]:
+    """Candidates of every group of the cases with one of these words in their names, about `trials` of a
+    case, a file per case: what `bench.priors` makes a table of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for case in cases(words):
+        work = front(text.parse(case.text()), target)
+        built = halves.build_only(work.kernels, work.target, toolchain_of(work.target), trials, say)
+        path = folder / f"{case.name}.candidates"
+        halves.write({**built, "block": case.name, "drawn": [g["key"] for g in built["groups"]]}, path)
         made.append(path)
     return made
 
@@ -189,6 +205,9 @@ def alone(only: tuple[str, ...], out: Path, quick: bool) -> int:
 @click.option("--from", "folder", type=click.Path(path_type=Path), help="Time what was built into FOLDER.")
 @click.option("--target", default="h100", show_default=True, help="With --make.")
 @click.option("--only", multiple=True, help="With --make: words in the names of blocks.")
+@click.option(
+    "--cases", "words", multiple=True, help="With --make: words in the names of cases of bench.products."
+)
 @click.option("--groups", default=GROUPS, show_default=True, help="With --make.")
 @click.option("--trials", default=TRIALS, show_default=True, help="With --make: candidates of a group.")
 @click.option("--seed", default=0, show_default=True, help="With --make: which groups.")
@@ -198,14 +217,19 @@ def alone(only: tuple[str, ...], out: Path, quick: bool) -> int:
 )
 @click.option("--out", type=click.Path(path_type=Path), default=results.RESULTS, show_default=False)
 def main(
-    made: Path | None, folder: Path | None, target: str, only: tuple[str, ...], groups: int, trials: int,
-    seed: int, seconds: float, known: Path | None, out: Path,
+    made: Path | None, folder: Path | None, target: str, only: tuple[str, ...], words: tuple[str, ...],
+    groups: int, trials: int, seed: int, seconds: float, known: Path | None, out: Path,
 ) -> None:  # fmt: skip
     """Build candidates, or time them and write the results file."""
     if (made is None) is (folder is None):
         raise click.UsageError("give --make FOLDER or --from FOLDER")
     if made is not None:
-        for path in make(made, target, groups, trials, seed, only):
+        ready = (
+            make_cases(made, target, words, trials)
+            if words
+            else make(made, target, groups, trials, seed, only)
+        )
+        for path in ready:
             say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if folder is not None:

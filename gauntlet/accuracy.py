@@ -49,14 +49,17 @@ ALONE = 64.0
 class Others:
     """More float64 results by label: `nearby` with random roundings on the way (the number of a draw is
     given), `forms` in other ways to compute the same: by primitives, by bodies of operators, by other rules
-    of gradients. Each is computed when it is first asked for."""
+    of gradients; `flushed` where small results of functions are zero. Each is computed when it is first asked
+    for."""
 
     def __init__(
         self,
         nearby: Callable[[int], Mapping[str, Tensor]],
         forms: Sequence[Callable[[], Mapping[str, Tensor]]],
+        flushed: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self.nearby, self.forms = functools.cache(nearby), [functools.cache(form) for form in forms]
+        self.flushed = functools.cache(flushed)
 
 
 class Seen:
@@ -105,6 +108,8 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     error = torch.nan_to_num((eager.double() - exact).abs())
     for form in others.forms:
         error = torch.maximum(error, torch.nan_to_num((form()[label] - exact).abs()))
+    if (small := others.flushed().get(label)) is not None:  # what is no number then excuses nothing
+        error = torch.maximum(error, torch.nan_to_num((small - exact).abs(), posinf=0.0))
 
     def moved_by(shakes: Iterable[int], off: Tensor) -> Tensor:
         for shake in shakes:

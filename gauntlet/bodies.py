@@ -23,20 +23,27 @@ TORCH: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def value(expr: Expr, operands: Sequence[Any]) -> Any:
-    """Of an expression over tensors and numbers; casts to short types are left out."""
+FLUSHED = frozenset({"exp", "exp2", "sigmoid", "div"})
+"""Functions whose results below the smallest normal number a processor's own instruction makes zero (PTX ISA:
+ex2.approx.ftz, rcp.approx.ftz, and div.full by more than 2^126)."""
+
+
+def value(expr: Expr, operands: Sequence[Any], least: float = 0.0) -> Any:
+    """Of an expression over tensors and numbers; casts to short types are left out. Results of `FLUSHED`
+    under `least` are zero."""
     if isinstance(expr, Arg):
         return operands[expr.index]
     if isinstance(expr, Cast):
-        return value(expr.arg, operands)
+        return value(expr.arg, operands, least)
     if isinstance(expr, Const):
         return expr.value
-    return TORCH[expr.name](*(torch.as_tensor(value(a, operands)) for a in expr.args))
+    found = TORCH[expr.name](*(torch.as_tensor(value(a, operands, least)) for a in expr.args))
+    return torch.where(found.abs() < least, 0.0, found) if least and expr.name in FLUSHED else found
 
 
-def result(node: Node, operands: Sequence[Any], plain: Tensor) -> Tensor:
+def result(node: Node, operands: Sequence[Any], plain: Tensor, least: float = 0.0) -> Tensor:
     """What the body of the node gives, as `plain` lies; `plain` itself where there is none, or one of whole
-    numbers."""
+    numbers. `least`: as for `value`."""
     lowering = lookup(node.op).lowering
     if not isinstance(lowering, Pointwise) or not plain.is_floating_point():
         return plain
@@ -45,7 +52,7 @@ def result(node: Node, operands: Sequence[Any], plain: Tensor) -> Tensor:
     whole = any(isinstance(o, Tensor) and o.dtype in WHOLE for o in operands)
     if whole or any(p.name not in TORCH for p in parts):
         return plain
-    return torch.as_tensor(value(expr, operands)).to(plain).broadcast_to(plain.shape)
+    return torch.as_tensor(value(expr, operands, least)).to(plain).broadcast_to(plain.shape)
 
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -90,15 +90,45 @@ def rounded(
     shorter: one draw of what another correct order of operations may give (Monte Carlo arithmetic: Parker,
     1997). By output, or by "d(x)" where cotangents are given.
     """
+
+    def evaluated(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return shaken(subject, graph, given, turn, declared=True)
+
+    return _opened(subject, values, cotangents, evaluated)
+
+
+def flushed(
+    subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None] | None
+) -> dict[str, Tensor]:
+    """Results in float64, those of hardware's own functions zero that are no normal numbers of the type they
+    are computed in (`bodies.FLUSHED`). By output, or by "d(x)" where cotangents are given.
+    """
+    least = torch.finfo(_computed(subject)).smallest_normal
+
+    def evaluated(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _by_bodies(graph, given, least)
+
+    return _opened(subject, values, cotangents, evaluated)
+
+
+def _opened(
+    subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None] | None,
+    evaluated: Callable[[Graph, Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> dict[str, Tensor]:  # fmt: skip
+    """What `evaluated` makes of the graph with library calls written out, or of that with its gradients."""
     if cotangents is None:
         graph = subject.opened
-        found = shaken(subject, graph, values, turn, declared=True)
+        found = evaluated(graph, values)
         return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
-    given = _flowing(subject, values, cotangents)
     graph, names = subject.opened_joint
-    found = shaken(subject, graph, given, turn, declared=True)
+    found = evaluated(graph, _flowing(subject, values, cotangents))
     none = {f"d({n})": torch.zeros_like(values[n], dtype=torch.float64) for n in subject.joint.gradients}
     return none | {f"d({n})": found[at] for n, at in names.items()}
+
+
+def _computed(subject: Subject) -> torch.dtype:
+    """The type that the subject computes in."""
+    return torch.float64 if subject.roundoff == oracle.BOUNDS[DType.float64].roundoff else torch.float32
 
 
 def by_rules(
@@ -117,12 +147,12 @@ def by_bodies(subject: Subject, values: Mapping[str, Tensor]) -> dict[str, Tenso
     return dict(zip(subject.blueprint.outputs, (found[n] for n in graph.outputs), strict=True))
 
 
-def _by_bodies(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_bodies(graph: Graph, given: Mapping[str, Tensor], least: float = 0.0) -> dict[str, Tensor]:
     known = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
         operands = [known[r] if isinstance(r, str) else r for r in node.inputs]
-        out = tuple(bodies.result(node, operands, plain) for plain in made)
+        out = tuple(bodies.result(node, operands, plain, least) for plain in made)
         known.update(zip(node.outputs, out, strict=True))
         return out
 
@@ -205,8 +235,7 @@ def shaken(
         known.update(zip(node.outputs, out, strict=True))
         return out
 
-    computed = torch.float64 if subject.roundoff == oracle.BOUNDS[DType.float64].roundoff else torch.float32
-
+    computed = _computed(subject)
     with torch.no_grad():
         shifted = {n: v if _exact(v) else moved(v.double(), 1) for n, v in given.items()}
         known = dict(shifted)

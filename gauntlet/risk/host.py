@@ -304,4 +304,8 @@ class _Host:
         def rules() -> dict[str, Tensor]:
             return {**meaning.by_bodies(subject, values), **meaning.by_rules(subject, values, cotangents)}
 
-        return accuracy.Others(nearby, (flat, rules))
+        def flushed() -> dict[str, Tensor]:
+            outputs = meaning.flushed(subject, values, None)
+            return {**outputs, **meaning.flushed(subject, values, cotangents)}
+
+        return accuracy.Others(nearby, (flat, rules), flushed)

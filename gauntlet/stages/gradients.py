@@ -264,7 +264,11 @@ def _others(subject: Subject, case: _Case) -> accuracy.Others:
     def rules() -> dict[str, Tensor]:
         return meaning.by_rules(subject, meant, flowing)
 
-    others = accuracy.Others(lambda turn: meaning.rounded(subject, meant, flowing, turn), (flat, rules))
+    others = accuracy.Others(
+        lambda turn: meaning.rounded(subject, meant, flowing, turn),
+        (flat, rules),
+        lambda: meaning.flushed(subject, meant, flowing),
+    )
     _latest[subject] = case, others
     return others
 

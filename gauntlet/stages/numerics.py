@@ -171,7 +171,11 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         return named(dict(zip(subject.blueprint.outputs, found, strict=True)))
 
     forms = (flat, lambda: named(meaning.by_bodies(subject, meant)))
-    others = accuracy.Others(lambda turn: named(meaning.rounded(subject, meant, None, turn)), forms)
+    others = accuracy.Others(
+        lambda turn: named(meaning.rounded(subject, meant, None, turn)),
+        forms,
+        lambda: named(meaning.flushed(subject, meant, None)),
+    )
     rows = [
         (name + phase, got, wanted)
         for found, phase in ((plain, ""), (trained, " (training)"))

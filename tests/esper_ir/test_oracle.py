@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -165,6 +166,23 @@ def test_a_lucky_row_of_eager_does_not_condemn_a_second_rounding() -> None:
     worse = rows[0].clone()
     worse[0, 40] = 4.5
     assert not compare(worse, *rows[1:], 1, DType.bfloat16).passed
+
+
+def test_a_multiply_add_of_overflown_terms_is_not_finite() -> None:
+    """g e + u e = inf - inf: -inf by its meaning, NaN in eager, inf where u e is not rounded before the sum.
+    No number is right there, and nowhere else is the third."""
+    exact = torch.zeros(4, 16, dtype=torch.float64)
+    exact[1, 3], eager = -1e40, torch.zeros(4, 16)
+    eager[1, 3] = math.nan
+
+    def passed(place: float, plain: float = math.nan, meant: float = -1e40) -> bool:
+        got, wide, other = torch.zeros(4, 16), exact.clone(), eager.clone()
+        got[1, 3], other[1, 3], wide[1, 3] = place, plain, meant
+        return compare(got, wide, other, 1, DType.float32).passed
+
+    assert passed(math.inf) and passed(-math.inf) and passed(math.nan) and not passed(3e38)
+    assert not passed(math.inf, plain=-math.inf) and not passed(math.nan, plain=-math.inf)
+    assert not passed(math.inf, plain=1.0, meant=1.0) and not passed(-math.inf, plain=math.inf, meant=1.0)
 
 
 def test_errors_whose_squares_overflow_are_judged_in_pieces_too() -> None:

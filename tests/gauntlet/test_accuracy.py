@@ -132,7 +132,38 @@ def test_what_eager_may_overflow_to_is_right_in_the_second_look_too(subject: Sub
         row = ("y", got, exact, eager)
         return accuracy.judged(subject, Recipe("numerics", {"rows": 4, "cols": 8}), row, others).passed
 
-    assert passed(torch.nan) and passed(-torch.inf) and not passed(torch.inf) and not passed(1.0)
+    assert passed(torch.nan) and passed(-torch.inf) and not passed(1.0) and not passed(0.0)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["sigmoid", "silu", "exp"])
+def test_results_of_functions_may_be_zero_where_they_are_no_normal_numbers(kind: str, op: str) -> None:
+    """A gate that is nearly shut in every column of a row: 1e-38 in eager, zero where an instruction gives no
+    smaller numbers; where gates are larger zero is wrong, and so is 1e-37."""
+    b = Builder("gate")
+    b.dim("rows", max=64)
+    x, s = b.input("x", kind, ["rows", 64]), b.input("s", kind, ["rows", 64])
+    block = Subject(
+        unpack(corpus.compiled(text.to_json(b.build(x * b.op(op, s))), "cpu").container), torch.device("cpu")
+    )
+    dtype = getattr(torch, kind)
+
+    def passed(gate: float, factor: float) -> bool:
+        values = {"x": (1 + torch.rand(4, 64)).to(dtype), "s": torch.full((4, 64), gate, dtype=dtype)}
+        (exact,), (eager,) = (meaning.outputs(block, values, how) for how in ("float64", "declared"))
+        (label,) = block.blueprint.outputs
+        forms = [lambda: {label: meaning.outputs(block, values, "float64", flat=True)[0]}]
+        others = accuracy.Others(
+            lambda turn: meaning.rounded(block, values, None, turn),
+            forms,
+            lambda: meaning.flushed(block, values, None),
+        )
+        recipe = Recipe("numerics", {"rows": 4})
+        row = (label, (exact * factor).to(dtype), exact, eager)
+        return accuracy.judged(block, recipe, row, others).passed
+
+    assert passed(-88.0, 1.0) and passed(-88.0, 0.0)
+    assert not passed(-88.0, 10.0) and not passed(-86.0, 0.0)
 
 
 def test_a_subnormal_number_is_rounded_to_the_grid_of_its_type() -> None:
