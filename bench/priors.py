@@ -7,7 +7,9 @@
 
 Of every group the tile goes in that won: 2 % faster than the one the search began from, outside the noise;
 else that one. A group that the forge of today would plan in another way is left out, and counted. Of a
-product it is the way to do it that goes in: the library's call or the quickest kernel of ours.
+product it is the way to do it that goes in: the library's call or the quickest kernel of ours. Where the
+kernel of ours that was chosen gained more from a tile of its own than from one that a way names, the way is
+left as it was.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from bench import results
 from bench.blocks import available
 from bench.crew import say
 from bench.families import PRODUCTS, cases
-from forge.plan import ProductWay
+from forge.plan import MatmulTile, ProductWay
 from forge.service import front
 from forge.tune import halves, priors
 from forge.tune.priors import Entry
 from forge.tune.shapes import Shape
 from forge.tune.tiles import tile_of
-from forge.tune.trials import MARGIN
+from forge.tune.trials import MARGIN, Hunt
 
 
 def entries_of(
@@ -41,9 +43,10 @@ def entries_of(
     """
     made: list[Entry] = []
     left: list[str] = []
-    for group in document["groups"]:
-        hunt = halves.hunt_of(group)
+    hunts = [halves.hunt_of(group) for group in document["groups"]]
+    for hunt, group in zip(hunts, document["groups"], strict=True):
         hunt.recall(group["trials"])
+    for hunt in hunts:
         what = f"{document.get('block', '?')} {hunt.group}"
         prior = hunt.trials.get(repr(hunt.prior))
         if prior is None or prior.wrong or not math.isfinite(prior.us):
@@ -52,11 +55,25 @@ def entries_of(
             left.append(f"{what}: planned in another way by now")
         else:
             best = hunt.trials[repr(hunt.winner() or hunt.prior)]
+            if _better_by_tile(hunt, best.us / prior.us, hunts):
+                best = prior
             made.append(
                 Entry(hunt.key, shapes[hunt.key], best.tile, best.us, prior.us, what, card,
                       str(document["toolchain"]))
             )  # fmt: skip
     return made, left
+
+
+def _better_by_tile(hunt: Hunt, gained: float, hunts: Sequence[Hunt]) -> bool:
+    """Whether a product that is a kernel of ours by the rule gained as much from its own tiles, in every
+    phase of its name, as from the way that was quickest."""
+    if not isinstance(hunt.prior, ProductWay) or not hunt.prior.own or hunt.prior.block_m:
+        return False
+    name = hunt.group.rpartition(" ")[0]
+    same = [h for h in hunts if isinstance(h.prior, MatmulTile) and h.group == name]
+    times = [(h.trials.get(repr(h.winner() or h.prior)), h.trials.get(repr(h.prior))) for h in same]
+    ratios = [best.us / prior.us for best, prior in times if best and prior]
+    return bool(ratios) and max(ratios) <= gained
 
 
 def shapes_of(blocks: Iterable[str], target: str) -> dict[str, Shape]:
