@@ -237,7 +237,8 @@ def test_the_pair_has_one_choice_with_the_way_apart_and_the_library_beside_it() 
     assert site.sides.keys() == {OWN, LIBRARY, DUAL} and site.partner
     counts = {}
     for side in site.sides:
-        plan, kernels = site.plan(Choices({key: ProductWay(side[0], dual=side[1])}))
+        ways = {key: ProductWay(side[0], dual=side[1])}
+        plan, kernels = site.plan(Choices(ways, priors=priors.NOTHING))
         counts[side] = (len(plan.steps), len(kernels.by_key))
         assert set(site.values) <= {b.name for b in plan.buffers}
     assert counts == {DUAL: (1, 1), OWN: (2, 2), LIBRARY: (3, 1)}, "both products go to the library"
