@@ -52,7 +52,7 @@ class WaySite:
         assert isinstance(way, ProductWay)
         tile = tile_of_way(way)
         name = name_of(way, self.node, self.partner)
-        used = Choices(dict(choices.given), products={name: tile} if tile else {})
+        used = Choices(dict(choices.given), products={name: tile} if tile else {}, priors=choices.priors)
         return together(self.sides.get((way.own, way.dual), self.sides[way.own, False]), used)
 
 
@@ -64,11 +64,13 @@ def way_sites(kernels: Kernels, keys: Collection[str] | None = None) -> dict[str
     for key, (draft, node) in sorted(kernels.drafts.items()):
         if keys is not None and key not in keys:
             continue
-        given = kernels.choices.given
-        made = {side: draft.groups(Choices({**given, key: _way(side)})) for side in (OWN, LIBRARY)}
+        given, known = kernels.choices.given, kernels.choices.priors
+        made = {
+            side: draft.groups(Choices({**given, key: _way(side)}, priors=known)) for side in (OWN, LIBRARY)
+        }
         partner = ""
         if node in made[OWN][0][0].low.ways.pairs.values():
-            both = draft.groups(Choices({**given, key: _way(DUAL)}))
+            both = draft.groups(Choices({**given, key: _way(DUAL)}, priors=known))
             partner = next((g.second.id for g in _groups(both) if g.second and g.name == node), "")
             made |= {DUAL: both} if partner else {}
         sides = {side: _only(made[side], [o for s, o in made.items() if s != side]) for side in made}
