@@ -313,6 +313,7 @@ def document(
         **results.header("gauntlet"), "asked": asked, "lanes": lanes, "rows": list(rows),
         "figures": figures, "tags": list(tags),
         "over_5_percent": [r["artifact"] for r in long if r not in good], "risk": evaluated(),
+        "notes": ["left out: verdicts in a hurry"],
     }  # fmt: skip
 
 
@@ -416,7 +417,8 @@ def hurried(found: Mapping[str, Any]) -> dict[str, Any]:
         "quick_artifacts_in_20_s": results.figure(count - len(slow), "count", count, at_least=True),
         "quick_seconds_of_the_longest": results.figure(longest, "s", HURRIED_S, over=count, which=slow),
     }
-    return {**found, "figures": made, "notes": ["left out: how well it repeats, tags (few samples)"]}
+    notes = ["left out: how well it repeats, tags (few samples)"]
+    return {**found, "part": "quick", "figures": made, "notes": notes}
 
 
 def show(found: Mapping[str, Any]) -> None:

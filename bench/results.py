@@ -105,8 +105,9 @@ def short_card(card: str) -> str:
 
 
 def file_name(document: Mapping[str, Any]) -> str:
-    day = document["date"][:10]
-    return f"{document['bench']}-{day}-{short_card(document['card'])}-{document['commit'][:7]}.json"
+    """`part` of a document, where it has one, tells those of one bench and commit apart."""
+    words = [document["bench"], document["date"][:10], short_card(document["card"]), document["commit"][:7]]
+    return "-".join([*words, *([document["part"]] if document.get("part") else [])]) + ".json"
 
 
 def write(document: Mapping[str, Any], folder: Path) -> Path:
