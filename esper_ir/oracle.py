@@ -162,10 +162,10 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
     values.
 
     inf and NaN stand where the float64 value, rounded to the dtype, has them (where eager disagrees with
-    that, at the edge of overflow, either is right; where neither is finite, terms of either sign overflowed
-    on the way, and the third is right too: a multiply-add rounds once). Then RMSE <= m x eager's, and every
-    element within `element_bound`. Integer and bool results are equal. `accumulation`: `accumulation_length`
-    of the graph. Tensors may lie on any one device.
+    that, at the edge of overflow, either is right; where neither is finite and float64 itself is, terms of
+    either sign overflowed on the way, and the third is right too: a multiply-add rounds once). Then RMSE <=
+    m x eager's, and every element within `element_bound`. Integer and bool results are equal. `accumulation`:
+    `accumulation_length` of the graph. Tensors may lie on any one device.
     """
     if result.shape != fp64.shape or result.dtype != getattr(torch, dtype.value):
         found = f"{str(result.dtype).removeprefix('torch.')}{list(result.shape)}"
@@ -177,7 +177,7 @@ def compare(result: Tensor, fp64: Tensor, eager: Tensor, accumulation: int, dtyp
         found = _judge(result, fp64, eager, accumulation, dtype)
         return replace(found, top=max(tops[:2]))
     kind, meant, plain = classes(result), classes(fp64.to(result.dtype)), classes(eager)
-    lost = (kind > 0) & (meant > 0) & (plain > 0)  # in a difference of terms that are no numbers
+    lost = torch.isfinite(fp64) & (kind > 0) & (meant > 0) & (plain > 0)  # terms of either sign overflowed
     wrong = (kind != meant) & ((meant == plain) | ((kind != plain) & ~lost))
     if bool(wrong.any()):
         at = _index(wrong)

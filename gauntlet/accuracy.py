@@ -49,8 +49,8 @@ ALONE = 64.0
 class Others:
     """More float64 results by label: `nearby` with random roundings on the way (the number of a draw is
     given), `forms` in other ways to compute the same: by primitives, by bodies of operators, by other rules
-    of gradients; `flushed` where small results of functions are zero. Each is computed when it is first asked
-    for."""
+    of gradients; `flushed` what it changes where small results of functions are zero. Each is computed when
+    it is first asked for."""
 
     def __init__(
         self,
@@ -103,13 +103,18 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
     torchs = row[2]
     row = _by_other_forms(row, others)
     label, got, exact, eager = row
-    if exact is not torchs and (found := compare(subject, recipe, row)).passed:
+    flushed = _flushed(row, others)
+
+    def beside(near: Tensor) -> oracle.Comparison:
+        if flushed is None:
+            return compare(subject, recipe, (label, got, exact, near))
+        return compare(subject, recipe, (label, got, exact + flushed, near.double() + flushed))
+
+    if (exact is not torchs or flushed is not None) and (found := beside(eager)).passed:
         return found
     error = torch.nan_to_num((eager.double() - exact).abs())
     for form in others.forms:
         error = torch.maximum(error, torch.nan_to_num((form()[label] - exact).abs()))
-    if (small := others.flushed().get(label)) is not None:  # what is no number then excuses nothing
-        error = torch.maximum(error, torch.nan_to_num((small - exact).abs(), posinf=0.0))
 
     def moved_by(shakes: Iterable[int], off: Tensor) -> Tensor:
         for shake in shakes:
@@ -118,8 +123,7 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
 
     def again(off: Tensor) -> oracle.Comparison:
         fine = torch.isfinite(exact) & torch.isfinite(eager)  # elsewhere eager may stand for either
-        near = torch.where(fine, exact + torch.maximum(error, off), eager.double())
-        return compare(subject, recipe, (label, got, exact, near))
+        return beside(torch.where(fine, exact + torch.maximum(error, off), eager.double()))
 
     moved = moved_by(range(SHAKES), torch.zeros_like(error))
     many = _many(moved, exact)
@@ -162,6 +166,19 @@ def _by_other_forms(row: Row, others: Others) -> Row:
         if bool(use.any()):
             row = label, got, torch.where(use, other, exact), torch.where(use, other.to(eager.dtype), eager)
     return row
+
+
+def _flushed(row: Row, others: Others) -> Tensor | None:
+    """How far the meaning moves where small results of functions are zero, wherever the result is nearer to
+    that; None where it is nowhere. What is no number then excuses nothing."""
+    label, got, exact, eager = row
+    change = others.flushed().get(label)
+    if change is None or not bool(change.any()):
+        return None
+    other = exact + change
+    nearer = (got.double() - other).abs() < (got.double() - exact).abs()
+    use = nearer & torch.isfinite(exact) & torch.isfinite(other.to(got.dtype)) & torch.isfinite(eager)
+    return torch.where(use, change, 0.0) if bool(use.any()) else None
 
 
 def small_ones(subject: Subject, row: Row, others: Others) -> str:

@@ -23,9 +23,9 @@ TORCH: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-FLUSHED = frozenset({"exp", "exp2", "sigmoid", "div"})
-"""Functions whose results below the smallest normal number a processor's own instruction makes zero (PTX ISA:
-ex2.approx.ftz, rcp.approx.ftz, and div.full by more than 2^126)."""
+FLUSHED = frozenset({"exp", "exp2", "sigmoid"})
+"""Functions whose results below the smallest normal number a card's own instructions make zero (PTX ISA:
+ex2.approx.ftz and rcp.approx.ftz; div.full does not)."""
 
 
 def value(expr: Expr, operands: Sequence[Any], least: float = 0.0) -> Any:
@@ -37,8 +37,13 @@ def value(expr: Expr, operands: Sequence[Any], least: float = 0.0) -> Any:
         return value(expr.arg, operands, least)
     if isinstance(expr, Const):
         return expr.value
-    found = TORCH[expr.name](*(torch.as_tensor(value(a, operands, least)) for a in expr.args))
+    found = TORCH[expr.name](*(_wide(value(a, operands, least)) for a in expr.args))
     return torch.where(found.abs() < least, 0.0, found) if least and expr.name in FLUSHED else found
+
+
+def _wide(found: Any) -> Tensor:
+    """As a tensor; a number of Python's keeps its digits."""
+    return torch.as_tensor(found, dtype=torch.float64 if isinstance(found, float) else None)
 
 
 def result(node: Node, operands: Sequence[Any], plain: Tensor, least: float = 0.0) -> Tensor:
@@ -52,7 +57,7 @@ def result(node: Node, operands: Sequence[Any], plain: Tensor, least: float = 0.
     whole = any(isinstance(o, Tensor) and o.dtype in WHOLE for o in operands)
     if whole or any(p.name not in TORCH for p in parts):
         return plain
-    return torch.as_tensor(value(expr, operands, least)).to(plain).broadcast_to(plain.shape)
+    return _wide(value(expr, operands, least)).to(plain).broadcast_to(plain.shape)
 
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -100,15 +100,28 @@ def rounded(
 def flushed(
     subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None] | None
 ) -> dict[str, Tensor]:
-    """Results in float64, those of hardware's own functions zero that are no normal numbers of the type they
-    are computed in (`bodies.FLUSHED`). By output, or by "d(x)" where cotangents are given.
+    """What it changes in float64 results where those of a card's own functions are zero that are no normal
+    numbers (`bodies.FLUSHED`). By output, or by "d(x)" where cotangents are given; nothing where it runs on a
+    processor, or computes in float64.
     """
-    least = torch.finfo(_computed(subject)).smallest_normal
+    if subject.device.type == "cpu" or _computed(subject) is not torch.float32:
+        return {}
+    return lost(subject, values, cotangents, torch.finfo(torch.float32).smallest_normal)
 
-    def evaluated(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _by_bodies(graph, given, least)
 
-    return _opened(subject, values, cotangents, evaluated)
+def lost(
+    subject: Subject,
+    values: Mapping[str, Tensor],
+    cotangents: Sequence[Tensor | None] | None,
+    least: float,
+) -> dict[str, Tensor]:
+    """`flushed`, of results under `least`."""
+
+    def changed(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept, flushed = (_by_bodies(graph, given, each) for each in (0.0, least))
+        return {name: flushed[name] - kept[name] for name in kept if kept[name].is_floating_point()}
+
+    return _opened(subject, values, cotangents, changed)
 
 
 def _opened(
@@ -150,7 +163,10 @@ def by_bodies(subject: Subject, values: Mapping[str, Tensor]) -> dict[str, Tenso
 def _by_bodies(graph: Graph, given: Mapping[str, Tensor], least: float = 0.0) -> dict[str, Tensor]:
     known = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
 
+    where = next((t.device for t in known.values()), torch.device("cpu"))
+
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        made = made if node.tensors else tuple(t.to(where) for t in made)  # created, whatever for
         operands = [known[r] if isinstance(r, str) else r for r in node.inputs]
         out = tuple(bodies.result(node, operands, plain, least) for plain in made)
         known.update(zip(node.outputs, out, strict=True))

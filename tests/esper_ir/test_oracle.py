@@ -182,6 +182,7 @@ def test_a_multiply_add_of_overflown_terms_is_not_finite() -> None:
 
     assert passed(math.inf) and passed(-math.inf) and passed(math.nan) and not passed(3e38)
     assert not passed(math.inf, plain=-math.inf) and not passed(math.nan, plain=-math.inf)
+    assert not passed(-math.inf, plain=math.inf, meant=math.nan), "float64 has no number either"
     assert not passed(math.inf, plain=1.0, meant=1.0) and not passed(-math.inf, plain=math.inf, meant=1.0)
 
 
