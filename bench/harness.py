@@ -44,7 +44,7 @@ CPU_ELEMENTS = 1 << 23  # of the largest leaf: a processor is measured at sizes 
 LIMIT_S = 170.0
 MODES = ("plain", "graphed", "stack16")
 ROOM = 0.5  # of a card's memory for what is kept while peers compile; the rest is for what comes and goes
-CPU_EFFORT = Effort(repeats=9, rounds=15)
+CPU_EFFORT = Effort(repeats=9, rounds=15, span_ms=9000.0)
 
 
 class Run:

@@ -30,7 +30,7 @@ DEPTH = 17  # one block and sixteen more
 @dataclass(frozen=True)
 class Effort:
     """`repeats` medians of `rounds` samples; on a card also `host_rounds` rounds of `host_calls` calls.
-    `span_ms`: of one implementation and quantity on a card; fewer rounds where the calls would take longer.
+    `span_ms`: of one implementation and quantity; fewer rounds where the calls would take longer.
     """
 
     repeats: int = 9
@@ -115,7 +115,10 @@ def measured(
 
 
 def _on_cpu(work: Mapping[str, Work], effort: Effort) -> Figures:
-    measure = functools.partial(timing.cpu_times, work, rounds=effort.rounds, at_least_us=200.0)
+    measure = functools.partial(timing.cpu_times, work, at_least_us=200.0)
+    once = measure(rounds=1)  # warm, and how long they take
+    effort = effort.within(sum(t.median for t in once.values()) / 1e3 / max(len(once), 1))
+    measure = functools.partial(measure, rounds=effort.rounds, warm=1)
     wall, spread = repeated(measure, effort.repeats)
     return Figures(wall=wall, wall_iqr=spread)
 

@@ -256,6 +256,19 @@ def test_long_calls_have_fewer_rounds():
     assert (long.rounds, long.host_calls, long.repeats) == (2, 2, usual.repeats)
 
 
+def test_long_calls_of_a_processor_have_fewer_rounds_too(monkeypatch):
+    asked = []
+
+    def timed(work, *, rounds=30, at_least_us=50.0, warm=5):
+        asked.append(rounds)
+        return {name: Timing((2e6,) * rounds) for name in work}  # two seconds
+
+    monkeypatch.setattr(measure.timing, "cpu_times", timed)
+    effort = measure.Effort(repeats=3, rounds=15, span_ms=30_000.0)
+    found = measure.measured({"a": lambda: None}, effort, torch.device("cpu"), "f")
+    assert asked == [1, 5, 5, 5] and set(found.wall) == {"a"}
+
+
 def test_marginal_is_per_block():
     one = measure.Figures(host={"a": Timing((10.0, 10.0, 10.0))})
     deep = measure.Figures(host={"a": Timing((26.0, 42.0, 26.0))})
