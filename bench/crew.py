@@ -100,7 +100,9 @@ class Crew:
         needed = job.block.memory(job.sizes) + CONTEXT_BYTES
         self._room(card, needed)
         try:
-            if (left := self.means.compile_end - time.monotonic()) > MIN_S:
+            left = self.means.compile_end - time.monotonic()
+            left = left if self.means.cards else min(left, self.means.limit)  # nothing else gets ready there
+            if left > MIN_S:
                 lines = self._process(job, "prepare", card, left, {})
                 left = self.means.compile_end - time.monotonic()
                 if ours_brought_it_down(lines) and left > MIN_S:

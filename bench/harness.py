@@ -114,6 +114,8 @@ def blocks(run: Run) -> dict[str, Any]:
     cards, all implementations of one size on one card). The file is written whenever a block is done, so
     that a run that is stopped leaves what it has."""
     jobs = [_job(run, block, sizes, at) for at in run.options["sizes"] for block, sizes in run.sized(at)]
+    if run.device.type != "cuda":  # one after the other there: large products keep nobody waiting
+        jobs.sort(key=lambda job: job.block.flops(job.sizes))
     sheet = Sheet(run, [job.label for job in jobs])
     with tempfile.TemporaryDirectory(prefix="esper-peers-") as made:
         cuda, now = run.device.type == "cuda", time.monotonic()
