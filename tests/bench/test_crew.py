@@ -109,7 +109,7 @@ def test_all_is_compiled_then_measured_in_order(cards: tuple[str, ...]) -> None:
         assert [label for _, label in made.asked[3:]] == [job.label for job in jobs]
 
 
-@pytest.mark.parametrize(("cards", "most"), [((), 5.0), (("0",), 60.0)])
+@pytest.mark.parametrize(("cards", "most"), [((), 25.0), (("0",), 60.0)])
 def test_on_a_processor_a_block_has_its_limit_for_compiling_too(cards: tuple[str, ...], most: float) -> None:
     """There the next block waits for it."""
     given: list[float] = []
@@ -119,7 +119,7 @@ def test_on_a_processor_a_block_has_its_limit_for_compiling_too(cards: tuple[str
             given.append(seconds)
             return [{"kind": "killed", "why": "late"}]
 
-    made = Told([Job(MLP, TINY, {"impls": []})], means(cards=cards, limit=5.0), lambda job, lines: None)
+    made = Told([Job(MLP, TINY, {"impls": []})], means(cards=cards, limit=25.0), lambda job, lines: None)
     made.go()
     assert most - 2 < given[0] <= most
 
