@@ -118,8 +118,8 @@ def lost(
     """`flushed`, of results under `least`."""
 
     def changed(graph: Graph, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept, flushed = (_by_bodies(graph, given, each) for each in (0.0, least))
-        return {name: flushed[name] - kept[name] for name in kept if kept[name].is_floating_point()}
+        kept, small = (_by_bodies(graph, given, each) for each in (0.0, least))
+        return {n: small[n] - t if t.is_floating_point() else torch.zeros_like(t) for n, t in kept.items()}
 
     return _opened(subject, values, cotangents, changed)
 
@@ -166,7 +166,7 @@ def _by_bodies(graph: Graph, given: Mapping[str, Tensor], least: float = 0.0) ->
     where = next((t.device for t in known.values()), torch.device("cpu"))
 
     def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-        made = made if node.tensors else tuple(t.to(where) for t in made)  # created, whatever for
+        made = made if node.tensors else tuple(t.to(where) for t in made)  # `evaluate_all` moves these later
         operands = [known[r] if isinstance(r, str) else r for r in node.inputs]
         out = tuple(bodies.result(node, operands, plain, least) for plain in made)
         known.update(zip(node.outputs, out, strict=True))

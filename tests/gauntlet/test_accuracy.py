@@ -483,3 +483,16 @@ def test_numbers_of_a_body_keep_their_digits() -> None:
     values = {"x": -torch.rand(4, 64, dtype=torch.float64)}
     (found,) = meaning.by_bodies(block, values).values()
     assert float((found / values["x"] - 0.1).abs().max()) < 1e-15
+
+
+def test_what_is_flushed_is_told_beside_results_that_are_no_floating_numbers() -> None:
+    b = Builder("mixed")
+    b.dim("rows", max=64)
+    x = b.input("x", "float32", ["rows", 64])
+    made = text.to_json(b.build(b.op("exp", x), b.op("gt", x, 0.0), b.op("argmax", x, dim=-1)))
+    block = Subject(unpack(corpus.compiled(made, "cpu").container), torch.device("cpu"))
+    found = meaning.lost(
+        block, {"x": torch.full((2, 64), -88.0)}, None, torch.finfo(torch.float32).smallest_normal
+    )
+    changed = [bool(t.any()) for t in found.values()]
+    assert changed == [True, False, False] and list(found) == list(block.blueprint.outputs)
