@@ -1,7 +1,7 @@
 """Tiles that were measured before this package was built, as data: what `fast` takes, and where a search
 begins.
 
-`priors.json` holds what `python -m bench.tuner --priors FILES` made of times from cards. Its rule: the entry
+`priors.json` holds what `python -m bench.priors FILES` made of times from cards. Its rule: the entry
 of the very work; else, of the same architecture and family (forge.tune.shapes) and of near sizes, the
 nearest. Near, for a product: m, n and k each within a factor of two, together within four. For every other
 kernel: the first axis within a factor of four and the others of the same power of two, so that a row that

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import tuner
-from forge.plan import RowTile
+from bench import priors, tuner
+from forge.plan import MatmulTile, ProductWay, RowTile
 from forge.tune import halves, space
 from forge.tune.tiles import values_of
+from forge.tune.trials import Hunt, Trial
 
 PRIOR = RowTile(1, 4, 128, 1)
 IDLE = ("stages", "online")
@@ -80,3 +81,30 @@ def test_trials_go_by_what_a_group_could_gain() -> None:
     near, far = group(lambda tile: 2.0), {**group(lambda tile: 10.0), "key": "far"}
     none = {**group(lambda tile: 1.0), "key": "none"}
     assert tuner.shares_of([near, far, none], 100) == {"k": 10, "far": 90, "none": 1}
+
+
+def test_all_groups_of_a_case_are_built_and_known_to_the_table(tmp_path: Path) -> None:
+    (path,) = tuner.make_cases(tmp_path, "cpu", ("lora_1024x256x8",), 2)
+    document = halves.read(path, halves.SCHEMA)
+    keys = {g["key"] for g in document["groups"]}
+    assert document["block"] == "lora_1024x256x8" and keys == set(document["drawn"])
+    assert {c["key"] for c in document["candidates"]} == keys
+    assert keys <= priors.shapes_of([document["block"]], "cpu").keys()
+
+
+@pytest.mark.parametrize(("tuned", "left"), [(8.0, True), (9.5, False)])
+def test_a_way_is_left_where_tiles_of_its_own_kernel_gain_as_much(tuned: float, left: bool) -> None:
+    """The way that was quickest takes 9 of 10 us; the kernel's own tile more or less than that."""
+
+    def timed(name: str, prior: Any, best: Any, us: float) -> Hunt:
+        hunt = Hunt(name, name, prior)
+        for tile, each in ((prior, 10.0), (best, us)):
+            hunt.keep(Trial(tile, each, each, each))
+        return hunt
+
+    way = timed("u forward", ProductWay(True), ProductWay(True, 64, 64, 64, 4, 4, 8, 1), 9.0)
+    tile = timed("u", MatmulTile(64, 64, 64, 4, 3), MatmulTile(64, 64, 128, 4, 3), tuned)
+    other = timed("v", MatmulTile(64, 64, 64, 4, 3), MatmulTile(64, 64, 128, 4, 3), 5.0)
+    assert priors._better_by_tile(way, 0.9, [way, tile, other]) is left
+    assert not priors._better_by_tile(way, 0.9, [way, other]), "of another product"
+    assert not priors._better_by_tile(tile, 0.9, [way, tile])
