@@ -112,13 +112,13 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
 
     if (exact is not torchs or flushed is not None) and (found := beside(eager)).passed:
         return found
-    error = torch.nan_to_num((eager.double() - exact).abs())
+    error = _apart(eager.double(), exact)
     for form in others.forms:
-        error = torch.maximum(error, torch.nan_to_num((form()[label] - exact).abs()))
+        error = torch.maximum(error, _apart(form()[label], exact))
 
     def moved_by(shakes: Iterable[int], off: Tensor) -> Tensor:
         for shake in shakes:
-            off = torch.maximum(off, torch.nan_to_num((others.nearby(shake)[label] - exact).abs()))
+            off = torch.maximum(off, _apart(others.nearby(shake)[label], exact))
         return off
 
     def again(off: Tensor) -> oracle.Comparison:
@@ -139,6 +139,11 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
         # Three draws of one number, or of one element, may all be small.
         second = again(moved_by(range(SHAKES, SHAKES + MORE_SHAKES), moved))
     return second if second.passed else found
+
+
+def _apart(other: Tensor, exact: Tensor) -> Tensor:
+    """How far two results are apart; 0 where either is no number, which says nothing of finite ones."""
+    return torch.nan_to_num((other - exact).abs(), nan=0.0, posinf=0.0)
 
 
 def _many(errors: Tensor, exact: Tensor) -> bool:
@@ -208,7 +213,7 @@ def _alone(row: Row, moved: Sequence[Tensor]) -> Tensor:
     info = torch.finfo(got.dtype)
     known = torch.maximum((eager.double() - exact).abs(), exact.abs() * info.eps / 2)
     for other in moved:
-        known = torch.maximum(known, torch.nan_to_num((other - exact).abs(), nan=torch.inf))
+        known = torch.maximum(known, torch.nan_to_num((other - exact).abs(), nan=torch.inf, posinf=torch.inf))
     known = torch.maximum(known, _of_like_size(known, exact))
     least = ALONE * info.smallest_normal
     held = torch.isfinite(exact) & torch.isfinite(eager) & (2 * (known + least) < exact.abs())

@@ -135,6 +135,21 @@ def test_what_eager_may_overflow_to_is_right_in_the_second_look_too(subject: Sub
     assert passed(torch.nan) and passed(-torch.inf) and not passed(torch.inf) and not passed(1.0)
 
 
+@pytest.mark.parametrize("place", [torch.inf, torch.nan])
+def test_a_form_that_is_no_number_says_nothing_of_other_elements(subject: Subject, place: float) -> None:
+    exact = torch.randn(4, 40, dtype=torch.float64).abs() + 0.5
+    other = exact.clone()
+    other[1, 3] = place
+    shapes = {"nearby": accuracy.Others(lambda turn: {"y": other}, []),
+              "forms": accuracy.Others(lambda turn: {"y": exact}, [lambda: {"y": other}])}  # fmt: skip
+    recipe, got = Recipe("numerics", {"rows": 4, "cols": 40}), exact.float()
+    got[1, 20] *= 1.01  # the row of the one
+    for others in shapes.values():
+        assert accuracy.judged(subject, recipe, ("y", exact.float(), exact, exact.float()), others).passed
+        assert not accuracy.judged(subject, recipe, ("y", got, exact, exact.float()), others).passed
+        assert accuracy.small_ones(subject, ("y", got, exact, exact.float()), others)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("op", ["sigmoid", "silu", "exp"])
 def test_results_of_functions_may_be_zero_where_they_are_no_normal_numbers(kind: str, op: str) -> None:

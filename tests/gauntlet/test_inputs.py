@@ -129,3 +129,14 @@ def test_on_a_card_what_is_repeated_in_a_hurry_ran_before() -> None:
         subject.device = torch.device(device)
         tried = [r.dims for r in determinism._recipes(Context(subject, lambda event: None, True, 0))]
         assert (subject.largest_dims() in tried) is largest
+
+
+@pytest.mark.parametrize("place", [torch.inf, -torch.inf, torch.nan])
+def test_a_repeat_of_a_library_call_has_the_same_infinities_and_is_near_beside_them(place: float) -> None:
+    first = torch.randn(8, 8)
+    first[2, 2] = place
+    wrong, elsewhere = first.clone(), first.clone()
+    wrong[5, 5] += 1.0
+    elsewhere[2, 2] = 0.0
+    assert determinism.near(first, first + 1e-6)
+    assert not determinism.near(first, wrong) and not determinism.near(first, elsewhere)
