@@ -116,7 +116,7 @@ def _partial_rows(text: Text) -> dict[str, Column]:
     for stmt in text.plan.body:
         if isinstance(stmt, Reduce) and stmt.axis == "col":
             access = _partial_access(text, stmt)
-            place = f"{text.buffers[access.buffer]} + p * cols"
+            place = f"{text.buffers[access.buffer]} + {text.partial_row(access)}"
             out[stmt.name] = Column(f"c{len(out)}", access.dtype, stmt.combine, place)
     used = {a for s in text.plan.body if isinstance(s, Compute) for a in s.args}
     if used & out.keys():

@@ -136,13 +136,21 @@ class Text:
         """Whether an access is addressed by program: the second stage reads the workspace by its strides."""
         return access.partial and isinstance(self.plan.tile, RowTile)
 
+    def partial_row(self, access: Access) -> str:
+        """Index of column 0 of the program's partial row. Places of columns that lie apart (forge/halves.py)
+        have a part of one row each."""
+        stored = {s.access for s in self.plan.body if isinstance(s, Store)}
+        count = sum(self.plan.accesses[at].buffer == access.buffer for at in stored)
+        row = "p * cols" if count < 2 else f"p * cols * {count}"
+        return row if access.offset == Dim() else f"{row} + {factor(access.offset)}"
+
     def index(self, column: str | None, row: bool = True) -> Index:
         """Indexing inside a row (with `row`) at `column`, or of row values (None)."""
 
         def text(at: int) -> str:
             access = self.plan.accesses[at]
             if self.is_partial(access):
-                return f"p * cols + {column}"
+                return f"{self.partial_row(access)} + {column}"
             last = len(access.strides) - 1
             moves = row and bool(access.axes - {last})
             step = access.strides[-1]

@@ -404,10 +404,10 @@ def _rows(given: RowsInput, space: tuple[Dim, ...], accesses: list[Access]) -> L
     if given.target.kind != "cpu" and all(reduces(given.body.stmts)) and not held:
         raise bad(f"rows of {given.name} are reduced and added down their columns: a block holds whole ones")
     space, accesses, stmts = unrolled(space, accesses, given.body.stmts, chosen)
-    if held:
+    if held or given.target.kind == "cpu":
         count = places_of(space, accesses, stmts)
         space, accesses, stmts = in_places(space, accesses, stmts, count)
-        chosen = replace(chosen, block_cols=chosen.block_cols // count)
+        chosen = replace(chosen, block_cols=max(chosen.block_cols // count, 1))
     tile = within(given.target, stmts, space, accesses, chosen)
     row_reduce, _ = reduces(given.body.stmts)
     rows = KernelPlan("", space, (), (), tile, ()).rows
