@@ -6,12 +6,16 @@ rounding does depends on the values of all tensors together: of tanh(x w) + x it
 all elements beside a w far from zero and a cotangent of one sign, which no draw of one kind for all tensors
 has. So the draw "medley N" gives each leaf, and each cotangent, one of `WAYS` by a number made of N and its
 name, and is tried where there are one to three rows.
+
+So few rows run the kernels of the smallest sizes only. Larger ones that bring another kernel are tried as
+well, and there the first and the last row, where loops over rows begin and end, are judged by themselves
+besides (`by_ends`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from esper_ir.types import DType
 from gauntlet import ranges
@@ -34,6 +38,8 @@ less they show it three times as often as others."""
 COTANGENT = "cotangent:"
 """Before the name of an output: the name of what flows back into it."""
 COUNT, SIZES, PLAIN = 128, (1, 2, 3), 4
+BEYOND, ELEMENTS = 64, 1 << 16
+"""Draws at each sizes that bring another kernel; elements of a tensor there."""
 FIRST = 1_000_003
 
 
@@ -47,9 +53,19 @@ def tried(subject: Subject, seed: int, count: int = COUNT) -> Iterator[tuple[str
     for name in small:
         each = ({**small, name: subject.nearest(name, size)} for size in SIZES)
         found += [dims for dims in each if dims not in found]
-    first = seed % FIRST * COUNT
-    for number in range(count if _alone(subject) and not subject.heavy else 0):
-        yield f"{DRAW}{first + number}", found[number % len(found)]
+    if subject.heavy or not _alone(subject):
+        return
+    each_of = [found[number % len(found)] for number in range(count)]
+    for dims in subject.regions[1:]:
+        each_of += [dims] * (BEYOND if subject.elements(dims) <= ELEMENTS else 0)
+    first = seed % FIRST * (COUNT << 3)
+    for number, dims in enumerate(each_of):
+        yield f"{DRAW}{first + number}", dims
+
+
+def by_ends(subject: Subject, draw: str, dims: Mapping[str, int]) -> bool:
+    """Whether the first and the last row count by themselves."""
+    return draw.startswith(DRAW) and dims in subject.regions[1:]
 
 
 def _alone(subject: Subject) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,11 @@ import torch
 
 from bench import faults
 from esper_ir import oracle
-from gauntlet import edges, inputs, ranges
+from gauntlet import edges, inputs, medley, ranges
 from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
-from gauntlet.stage import Context, Recipe
-from gauntlet.stages import memory
+from gauntlet.stage import Context, Failed, Recipe
+from gauntlet.stages import gradients, memory
 from gauntlet.stages.numerics import deep
 from gauntlet.subject import Subject
 from library.manifest import unpack
@@ -182,6 +184,30 @@ def test_a_row_that_is_a_little_wrong_where_eager_is_nearly_right(
         assert found.passed is False, planted
         reasons.append(found.reason)
     assert any(f", {draw}" in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_same_in_a_kernel_of_larger_sizes(seed: int, tmp_path: Path) -> None:
+    """A mean over 182 rows says nothing of the last one, and fewer rows run another kernel: the last row is
+    judged by itself there. (On a processor one kernel has all sizes; this one is wrong at larger ones.)"""
+    block = corpus.compiled(
+        next(d for d in corpus.blueprints() if d["name"] == "tanh_residual_64_bf16"), "cpu"
+    )
+    place = "last row of from_bf16(b0_x[o0 + j]) a little"
+    found = [m for m in faults.KINDS["off-by-one extent"].mutants(block) if m.place == place]
+    mutant = next(m for m in found if m.kernel == "bwd1_0_0_g")
+    late = replace(mutant, text=mutant.text.replace("(i0 == rows - 1)", "(rows > 100 && i0 == rows - 1)"))
+    assert late.text != mutant.text
+    (planted,) = faults._written(tmp_path, block, [late], 0)
+    for data, right in ((block.container, True), ((tmp_path / planted.file).read_bytes(), False)):
+        subject = Subject(unpack(data), torch.device("cpu"))
+        subject.__dict__["regions"] = [*subject.regions, {"rows": 182}]
+        context = Context(subject, lambda event: None, seed=seed, threads=1)
+        drawn = [r for r in gradients.STAGE.recipes(context) if medley.by_ends(subject, r.draw, r.dims)]
+        assert len({r.draw for r in drawn}) == medley.BEYOND
+        wrong = [r for r in map(partial(gradients.STAGE.check, context), drawn) if isinstance(r, Failed)]
+        assert right is not bool(wrong), wrong
+        assert all("d(x)[-1]" in outcome.reason and "medley" in outcome.reason for outcome in wrong)
 
 
 def test_zeros_that_only_later_turns_of_a_loop_see(server: ForkServer, tmp_path: Path) -> None:
