@@ -7,6 +7,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <vector>
 
@@ -55,8 +56,22 @@ inline void* from_cuda(const char* symbol) {
     return library ? dlsym(library, symbol) : nullptr;
 }
 
+/* Huge pages for a large result, as `runtime/pages.py` says. */
+constexpr size_t LARGE = 4 << 20;
+constexpr uintptr_t PAGE = 4096;
+
+inline Tensor on_huge_pages(Tensor made) {
+    const size_t nbytes = made.storage().nbytes();
+    if (nbytes >= LARGE) {
+        const uintptr_t first = (uintptr_t)made.storage().data();
+        const uintptr_t begin = (first + PAGE - 1) / PAGE * PAGE, end = (first + nbytes) / PAGE * PAGE;
+        madvise((void*)begin, end - begin, MADV_HUGEPAGE); /* a refusal is no matter: pages are small then */
+    }
+    return made;
+}
+
 inline Tensor allocate(const Fresh& f, int64_t index) {
-    if (index < 0) return Tensor(at::detail::empty_strided_cpu(f.sizes, f.strides, f.dtype));
+    if (index < 0) return on_huge_pages(Tensor(at::detail::empty_strided_cpu(f.sizes, f.strides, f.dtype)));
     static auto made = (empty_cuda_fn)from_cuda(
         "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE");
     at::Device device(at::kCUDA, (c10::DeviceIndex)index);

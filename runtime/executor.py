@@ -19,7 +19,7 @@ from torch import Tensor
 
 from library.canon import canonical_json
 from library.launch import Interface, LaunchManifest, Plan, TensorSpec, evaluate, to_json
-from runtime import externs, node
+from runtime import externs, node, pages
 from runtime.bound import BoundDispatch, BoundLayout, Kernels, bind
 from runtime.code import Code
 from runtime.dispatch import Dispatch, NativeDispatch, Segment, dispatcher, native_available
@@ -82,7 +82,7 @@ class Ready:
 
     __slots__ = (
         "plan", "dims", "layout", "launches", "parts",
-        "_single", "_fresh", "_empty", "_index", "_code", "_node",
+        "_single", "_fresh", "_large", "_empty", "_index", "_code", "_node",
     )  # fmt: skip
 
     def __init__(
@@ -101,6 +101,7 @@ class Ready:
         self._single = self.parts[0] if len(self.parts) == 1 else None
         self._fresh = tuple([(f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh])
         self._empty, self._index = program.empty, program.index
+        self._large = pages.large(layout.fresh, program.index)
         self._code = program.code  # what is bound here must stay mapped
 
     def __call__(self, slots: list[Any]) -> list[Any]:
@@ -110,6 +111,8 @@ class Ready:
             return slots
         empty = self._empty
         slots.extend([empty(*described) for described in self._fresh])
+        if self._large:
+            pages.advise(slots, self._large)
         stream = _raw_stream(self._index) if self._index >= 0 else 0
         if self._single is not None:
             self._single(stream, slots)
