@@ -7,6 +7,7 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
@@ -31,6 +32,7 @@
 #include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/embedding_dense_backward.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/max_pool2d_with_indices.h>
@@ -110,7 +112,43 @@ using Make = Call (*)(const Attrs&);
 struct Known {
     Make make;
     std::vector<std::string> attrs;
+    bool brief = false;  // a processor may have no instructions for 16-bit operands
 };
+
+/* -- 16-bit numbers on a processor that has no instructions for them, as `runtime/widening.py` says */
+
+inline bool asked(const char* name) {
+    auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+    return found && found->typed<bool()>().call();
+}
+
+inline bool brief(const Tensor& t) { return t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kHalf; }
+
+inline bool slow(const Tensor& t) {
+    static const bool whole = !asked("mkldnn::_is_mkldnn_bf16_supported"), half = !asked("mkldnn::_is_mkldnn_fp16_supported");
+    return t.is_cpu() && brief(t) && (t.scalar_type() == at::kBFloat16 ? whole : half);
+}
+
+constexpr int64_t FEW = 4;
+
+inline bool quick(const Tensor& a, const Tensor& b) {
+    return std::min(a.size(-2), b.size(-1)) <= FEW && a.stride(-1) == 1 && b.stride(-2) == 1;
+}
+
+inline Tensor room(const Tensor& t) { return on_huge_pages(at::empty_like(t, t.options().dtype(at::kFloat))); }
+
+inline Run widened(Run run, bool product) {
+    return [run = std::move(run), product](const Tensors& in, const Tensors& outs, Tensors& made) {
+        if (!slow(in[0]) || (product && quick(in[in.size() - 2], in.back()))) return run(in, outs, made);
+        Tensors wide, lent;
+        for (const Tensor& t : in) wide.push_back(brief(t) ? room(t).copy_(t) : t);
+        for (const Tensor& t : outs) lent.push_back(t.defined() && brief(t) ? room(t) : t);
+        if (!run(wide, lent, made)) return false;
+        for (size_t i = 0; i < outs.size() && made.empty(); i++)
+            if (!lent[i].is_same(outs[i])) outs[i].copy_(lent[i]);
+        return true;  // who called rounds what is wider than its place
+    };
+}
 
 /* -- order of axes: NHWC tensors seen as NCHW are torch's channels-last memory */
 
@@ -486,18 +524,18 @@ inline const std::unordered_map<std::string, Known>& table() {
     static const Names mean = {"kernel",      "stride",           "padding", "ceil_mode",
                                "data_format", "count_include_pad", "divisor_override"};
     static const std::unordered_map<std::string, Known> TABLE = {
-        {"mm", {mm, one}},
-        {"addmm", {addmm, scaled}},
-        {"bmm", {bmm, one}},
-        {"baddbmm", {baddbmm, scaled}},
-        {"conv2d", {convolution, conv}},
-        {"conv3d", {convolution, conv}},
-        {"conv2d_input_grad", {convolution_gradient<0>, conv}},
-        {"conv3d_input_grad", {convolution_gradient<0>, conv}},
-        {"conv2d_weight_grad", {convolution_gradient<1>, conv}},
-        {"conv3d_weight_grad", {convolution_gradient<1>, conv}},
+        {"mm", {mm, one, true}},
+        {"addmm", {addmm, scaled, true}},
+        {"bmm", {bmm, one, true}},
+        {"baddbmm", {baddbmm, scaled, true}},
+        {"conv2d", {convolution, conv, true}},
+        {"conv3d", {convolution, conv, true}},
+        {"conv2d_input_grad", {convolution_gradient<0>, conv, true}},
+        {"conv3d_input_grad", {convolution_gradient<0>, conv, true}},
+        {"conv2d_weight_grad", {convolution_gradient<1>, conv, true}},
+        {"conv3d_weight_grad", {convolution_gradient<1>, conv, true}},
         {"attention", {attention, attend}},
-        {"attention_grad", {attention_gradient, attend}},
+        {"attention_grad", {attention_gradient, attend, true}},
         {"max_pool2d", {max_pool<at::max_pool2d_with_indices>, maximal}},
         {"max_pool3d", {max_pool<at::max_pool3d_with_indices>, maximal}},
         {"max_pool2d_grad", {max_pool_gradient<at::max_pool2d_with_indices_backward>, maximal}},
@@ -568,6 +606,7 @@ inline std::unique_ptr<Call> read_call(pybind11::handle described) {
             return nullptr;
     auto call = std::make_unique<Call>(known->second.make(attrs));
     if (!call->run) return nullptr;
+    if (known->second.brief) call->run = widened(std::move(call->run), call->flag == MATMUL);
     for (int side = 0; side < 2; side++)
         for (pybind11::handle item : row[2 + side].cast<pybind11::tuple>()) {
             auto view = item.cast<pybind11::tuple>();
@@ -590,6 +629,7 @@ inline std::unique_ptr<Call> read_pair(pybind11::handle first, pybind11::handle 
     auto data = read_call(first), weight = read_call(second);
     if (!data || !weight) return nullptr;
     auto both = std::make_unique<Call>(convolution_gradients(Attrs{one[1].cast<pybind11::dict>()}));
+    both->run = widened(std::move(both->run), false);
     both->inputs = {data->inputs[0], data->inputs[1], weight->inputs[1]};
     both->outs = {data->outs[0], weight->outs[0]};
     both->pair = true;

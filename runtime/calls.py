@@ -301,14 +301,14 @@ _AVG = _POOL | {"count_include_pad", "divisor_override"}
 _ATTENTION = frozenset({"is_causal", "scale", "layout"})
 
 CALLS: Mapping[str, Extern] = {
-    "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3),
-    "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
-    "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
-    "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3),
-    "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn"),
-    "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn"),
+    "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3, short=True),
+    "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", short=True),
+    "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", short=True),
+    "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3, short=True),
+    "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", short=True),
+    "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", short=True),
     "attention": Extern(3, _ATTENTION, lambda a: _attention(a, _Attention(a).forward)),
-    "attention_grad": Extern(6, _ATTENTION, lambda a: _attention(a, _Attention(a).backward)),
+    "attention_grad": Extern(6, _ATTENTION, lambda a: _attention(a, _Attention(a).backward), short=True),
     **{f"max_pool{n}d": Extern(1, _MAX, _max_pool(n)) for n in (2, 3)},
     **{f"max_pool{n}d_grad": Extern(3, _MAX, _max_pool_gradient(n)) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": Extern(1, frozenset({"output_size"}), _adaptive(n)) for n in (2, 3)},

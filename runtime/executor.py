@@ -101,7 +101,7 @@ class Ready:
         self._single = self.parts[0] if len(self.parts) == 1 else None
         self._fresh = tuple([(f.shape, f.stride, getattr(torch, f.dtype)) for f in layout.fresh])
         self._empty, self._index = program.empty, program.index
-        self._large = pages.large(layout.fresh, program.index)
+        self._large = pages.large(self._fresh, program.index)
         self._code = program.code  # what is bound here must stay mapped
 
     def __call__(self, slots: list[Any]) -> list[Any]:

@@ -17,7 +17,8 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
 @dataclass(frozen=True)
 class Extern:
     """`arity` inputs, up to `most`; `attrs` it understands; `flag`: the TF32 flag that changes its
-    meaning, "matmul", "cudnn" or empty.
+    meaning, "matmul", "cudnn" or empty; `short`: a processor may have no instructions for 16-bit operands
+    (runtime/widening.py).
     """
 
     arity: int
@@ -25,6 +26,7 @@ class Extern:
     prepare: Callable[[Attrs], Run]
     flag: str = ""
     most: int = 0
+    short: bool = False
 
 
 def plain(run: Run) -> Run:

@@ -18,6 +18,7 @@ from library.launch import View, evaluate
 from runtime.calls import CALLS, Extern, Run
 from runtime.errors import fail
 from runtime.precision import declared
+from runtime.widening import widened
 
 _mm_typed = getattr(getattr(torch.ops.aten, "mm", None), "dtype_out", None)
 
@@ -113,10 +114,10 @@ def _baddbmm(attrs: Mapping[str, Any]) -> Run:
 
 
 TABLE: Mapping[str, Extern] = {
-    "mm": Extern(2, frozenset({"precision"}), _mm, "matmul"),
-    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm, "matmul"),
-    "bmm": Extern(2, frozenset({"precision"}), _bmm, "matmul"),
-    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm, "matmul"),
+    "mm": Extern(2, frozenset({"precision"}), _mm, "matmul", short=True),
+    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm, "matmul", short=True),
+    "bmm": Extern(2, frozenset({"precision"}), _bmm, "matmul", short=True),
+    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm, "matmul", short=True),
     **CALLS,
 }
 
@@ -133,6 +134,7 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
         )
     run = record.prepare(attrs)
+    run = widened(run, record.flag == "matmul") if record.short else run
     return declared(run, record.flag, attrs.get("precision", "ieee") == "tf32") if record.flag else run
 
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.layout import Fresh
+Described = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of memory that a plan asks for."""
 
 LARGE = 4 << 20
 """Bytes from which on huge pages are asked for; as in `runtime/_torch.h`."""
@@ -24,24 +25,32 @@ if _madvise is not None:
     _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-def large(fresh: Sequence[Fresh], index: int) -> tuple[int, ...]:
+def large(fresh: Sequence[Described], index: int) -> tuple[int, ...]:
     """Which of the memory that a plan asks for is large, counted from its end; on a processor only."""
     if index >= 0 or _madvise is None:
         return ()
-    sizes = [getattr(torch, f.dtype).itemsize * _elements(f) for f in fresh]
+    sizes = [kind.itemsize * _elements(shape, stride) for shape, stride, kind in fresh]
     return tuple([at - len(sizes) for at, nbytes in enumerate(sizes) if nbytes >= LARGE])
 
 
 def advise(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> None:
-    """Asks for huge pages for these. A refusal is no matter: pages are small then."""
-    assert _madvise is not None
+    """Asks for huge pages for these, which are dense and fresh."""
     for at in places:
-        begin = -(-tensors[at].data_ptr() // PAGE) * PAGE
-        end = (tensors[at].data_ptr() + tensors[at].untyped_storage().nbytes()) // PAGE * PAGE
+        asked(tensors[at])
+
+
+def asked(fresh: torch.Tensor) -> torch.Tensor:
+    """The tensor, of memory that nobody wrote yet, on huge pages where it is large. A refusal is no matter:
+    pages are small then."""
+    nbytes = fresh.untyped_storage().nbytes()
+    if nbytes >= LARGE and _madvise is not None:
+        begin = -(-fresh.data_ptr() // PAGE) * PAGE
+        end = (fresh.data_ptr() + nbytes) // PAGE * PAGE
         _madvise(begin, end - begin, HUGE)
+    return fresh
 
 
-def _elements(fresh: Fresh) -> int:
-    if 0 in fresh.shape:
+def _elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(fresh.shape, fresh.stride, strict=True))
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

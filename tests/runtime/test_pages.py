@@ -13,7 +13,6 @@ import runtime
 from forge.service import compile_file
 from library.store import Library
 from runtime import node, pages
-from runtime.layout import Fresh
 
 THERE = Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
 BLUEPRINT = {
@@ -71,8 +70,8 @@ def test_large_results_and_gradients(
 
 
 def test_what_is_large() -> None:
-    megabyte = Fresh((1 << 18,), (1,), "float32")
-    wide = Fresh((1024, 1024), (2048, 1), "float32")  # rows with gaps
-    kinds = [megabyte, wide, Fresh((0, 4096), (4096, 1), "float32"), Fresh((1 << 22,), (1,), "uint8")]
+    megabyte = ((1 << 18,), (1,), torch.float32)
+    wide = ((1024, 1024), (2048, 1), torch.float32)  # rows with gaps
+    kinds = [megabyte, wide, ((0, 4096), (4096, 1), torch.float32), ((1 << 22,), (1,), torch.uint8)]
     assert pages.large(kinds, -1) == (-3, -1)
     assert pages.large(kinds, 0) == (), "memory of a card"
