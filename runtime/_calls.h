@@ -39,6 +39,7 @@
 #include <ATen/ops/max_pool2d_with_indices_backward.h>
 #include <ATen/ops/max_pool3d_with_indices.h>
 #include <ATen/ops/max_pool3d_with_indices_backward.h>
+#include <ATen/ops/mkldnn_convolution.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/prod.h>
 #include <ATen/ops/sort.h>
@@ -112,7 +113,7 @@ using Make = Call (*)(const Attrs&);
 struct Known {
     Make make;
     std::vector<std::string> attrs;
-    bool brief = false;  // a processor may have no instructions for 16-bit operands
+    Make wide = nullptr;  // for float32 in the place of 16-bit operands
 };
 
 /* -- 16-bit numbers on a processor that has no instructions for them, as `runtime/widening.py` says */
@@ -137,13 +138,13 @@ inline bool quick(const Tensor& a, const Tensor& b) {
 
 inline Tensor room(const Tensor& t) { return on_huge_pages(at::empty_like(t, t.options().dtype(at::kFloat))); }
 
-inline Run widened(Run run, bool product) {
-    return [run = std::move(run), product](const Tensors& in, const Tensors& outs, Tensors& made) {
+inline Run widened(Run run, Run instead, bool product) {
+    return [run = std::move(run), instead = std::move(instead), product](const Tensors& in, const Tensors& outs, Tensors& made) {
         if (!slow(in[0]) || (product && quick(in[in.size() - 2], in.back()))) return run(in, outs, made);
         Tensors wide, lent;
         for (const Tensor& t : in) wide.push_back(brief(t) ? room(t).copy_(t) : t);
         for (const Tensor& t : outs) lent.push_back(t.defined() && brief(t) ? room(t) : t);
-        if (!run(wide, lent, made)) return false;
+        if (!instead(wide, lent, made)) return false;
         for (size_t i = 0; i < outs.size() && made.empty(); i++)
             if (!lent[i].is_same(outs[i])) outs[i].copy_(lent[i]);
         return true;  // who called rounds what is wider than its place
@@ -260,6 +261,47 @@ inline Call convolution_gradients(const Attrs& a) {
         return true;
     };
     return {std::move(run), true, false, CONVOLUTION, a.text("precision") == "tf32", {}, {}};
+}
+
+/* -- the same of float32 in the place of 16-bit numbers. Zeros around an input are written out: they count where a
+ * weight is infinite, as they do in torch's own loops. */
+
+inline Tensor bordered(const Tensor& x, const Numbers& padding) {
+    Numbers around;
+    for (size_t i = padding.size(); i-- > 0;) around.insert(around.end(), 2, padding[i]);
+    const bool any = std::any_of(around.begin(), around.end(), [](int64_t n) { return n != 0; });
+    return any ? at::constant_pad_nd(x, around, 0) : x;
+}
+
+/* By oneDNN: for few images torch may take a transform, in which an infinity spreads. */
+inline Call wide_convolution(const Attrs& a) {
+    Run run = [g = Geometry(a), whole = convolution(a).run](const Tensors& in, const Tensors& outs, Tensors& made) {
+        if (!in[0].numel() || !at::hasMKLDNN()) return whole(in, outs, made);
+        std::optional<Tensor> bias = in.size() > 2 ? std::make_optional(in[2]) : std::nullopt;
+        Tensor x = bordered(turned(in[0], g.last, false), g.padding), w = turned(in[1], g.last, false);
+        made.push_back(turned(at::mkldnn_convolution(x, w, bias, g.none, g.stride, g.dilation, g.groups), g.last, true));
+        return true;
+    };
+    return {std::move(run)};
+}
+
+inline Call wide_weight_gradient(const Attrs& a) {
+    Run run = [g = Geometry(a)](const Tensors& in, const Tensors& outs, Tensors& made) {
+        Tensor flow = turned(in[0], g.last, false), x = bordered(turned(in[1], g.last, false), g.padding);
+        auto both = at::convolution_backward(flow, x, turned(outs[0], g.last, false), std::nullopt, g.stride, g.none,
+                                             g.dilation, false, g.none, g.groups, {false, true, false});
+        made.push_back(turned(std::get<1>(both), g.last, true));
+        return true;
+    };
+    return {std::move(run)};
+}
+
+/* Both, of (cotangent, weight, input): one after the other, as they are alone. */
+inline Run wide_gradients(const Attrs& a) {
+    return [one = convolution_gradient<0>(a).run, two = wide_weight_gradient(a).run](const Tensors& in, const Tensors&,
+                                                                                    Tensors& made) {
+        return one({in[0], in[1]}, {in[2]}, made) && two({in[0], in[2]}, {in[1]}, made);
+    };
 }
 
 /* -- attention: torch's kernel is chosen as torch does, once per plan; by formulas (MATH) in Python only */
@@ -524,18 +566,18 @@ inline const std::unordered_map<std::string, Known>& table() {
     static const Names mean = {"kernel",      "stride",           "padding", "ceil_mode",
                                "data_format", "count_include_pad", "divisor_override"};
     static const std::unordered_map<std::string, Known> TABLE = {
-        {"mm", {mm, one, true}},
-        {"addmm", {addmm, scaled, true}},
-        {"bmm", {bmm, one, true}},
-        {"baddbmm", {baddbmm, scaled, true}},
-        {"conv2d", {convolution, conv, true}},
-        {"conv3d", {convolution, conv, true}},
-        {"conv2d_input_grad", {convolution_gradient<0>, conv, true}},
-        {"conv3d_input_grad", {convolution_gradient<0>, conv, true}},
-        {"conv2d_weight_grad", {convolution_gradient<1>, conv, true}},
-        {"conv3d_weight_grad", {convolution_gradient<1>, conv, true}},
+        {"mm", {mm, one, mm}},
+        {"addmm", {addmm, scaled, addmm}},
+        {"bmm", {bmm, one, bmm}},
+        {"baddbmm", {baddbmm, scaled, baddbmm}},
+        {"conv2d", {convolution, conv, wide_convolution}},
+        {"conv3d", {convolution, conv, wide_convolution}},
+        {"conv2d_input_grad", {convolution_gradient<0>, conv, convolution_gradient<0>}},
+        {"conv3d_input_grad", {convolution_gradient<0>, conv, convolution_gradient<0>}},
+        {"conv2d_weight_grad", {convolution_gradient<1>, conv, wide_weight_gradient}},
+        {"conv3d_weight_grad", {convolution_gradient<1>, conv, wide_weight_gradient}},
         {"attention", {attention, attend}},
-        {"attention_grad", {attention_gradient, attend, true}},
+        {"attention_grad", {attention_gradient, attend, attention_gradient}},
         {"max_pool2d", {max_pool<at::max_pool2d_with_indices>, maximal}},
         {"max_pool3d", {max_pool<at::max_pool3d_with_indices>, maximal}},
         {"max_pool2d_grad", {max_pool_gradient<at::max_pool2d_with_indices_backward>, maximal}},
@@ -606,7 +648,8 @@ inline std::unique_ptr<Call> read_call(pybind11::handle described) {
             return nullptr;
     auto call = std::make_unique<Call>(known->second.make(attrs));
     if (!call->run) return nullptr;
-    if (known->second.brief) call->run = widened(std::move(call->run), call->flag == MATMUL);
+    if (known->second.wide)
+        call->run = widened(std::move(call->run), known->second.wide(attrs).run, call->flag == MATMUL);
     for (int side = 0; side < 2; side++)
         for (pybind11::handle item : row[2 + side].cast<pybind11::tuple>()) {
             auto view = item.cast<pybind11::tuple>();
@@ -629,7 +672,7 @@ inline std::unique_ptr<Call> read_pair(pybind11::handle first, pybind11::handle 
     auto data = read_call(first), weight = read_call(second);
     if (!data || !weight) return nullptr;
     auto both = std::make_unique<Call>(convolution_gradients(Attrs{one[1].cast<pybind11::dict>()}));
-    both->run = widened(std::move(both->run), false);
+    both->run = widened(both->run, wide_gradients(Attrs{one[1].cast<pybind11::dict>()}), false);
     both->inputs = {data->inputs[0], data->inputs[1], weight->inputs[1]};
     both->outs = {data->outs[0], weight->outs[0]};
     both->pair = true;

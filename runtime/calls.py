@@ -48,6 +48,43 @@ def _conv(attrs: Attrs) -> Run:
     return plain(run)
 
 
+def _bordered(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """With its zeros written out: they count where a weight is infinite, as they do in torch's own loops."""
+    around = [size for size in reversed(padding) for _ in range(2)]
+    return functional.pad(x, around) if any(around) else x
+
+
+def _wide_conv(attrs: Attrs) -> Run:
+    """In float32 by oneDNN: for few images torch may take a transform, in which an infinity spreads."""
+    stride, padding, dilation, groups = _geometry(attrs)
+    none, whole = [0] * len(stride), _conv(attrs)
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        if not inputs[0].numel() or not torch.backends.mkldnn.is_available():
+            return whole(inputs, outs)
+        x, w = (_first(t, attrs) for t in inputs[:2])
+        bias = inputs[2] if len(inputs) > 2 else None
+        x = _bordered(x, padding)
+        return (_last(aten.mkldnn_convolution(x, w, bias, none, stride, dilation, groups), attrs),)
+
+    return plain(run)
+
+
+def _wide_weight_gradient(attrs: Attrs) -> Run:
+    stride, padding, dilation, groups = _geometry(attrs)
+    none, mask = [0] * len(stride), [False, True, False]
+
+    def run(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        g, x = (_first(t, attrs) for t in inputs)
+        made = aten.convolution_backward(
+            g, _bordered(x, padding), _first(outs[0], attrs), None, stride, none, dilation, False, none,
+            groups, mask,
+        )  # fmt: skip
+        return (_last(made[1], attrs),)
+
+    return plain(run)
+
+
 def _conv_gradient(which: int) -> Callable[[Attrs], Run]:
     """0: of the input, from (cotangent, weight); 1: of the weight, from (cotangent, input). What is asked
     for also lends its shape and strides in place of the operand that the call does not read.
@@ -101,6 +138,10 @@ def _attention(attrs: Attrs, run: Run) -> Run:
         return _turned(run(_turned(inputs), outs) or ())
 
     return plain(turned)
+
+
+def _attention_gradient(attrs: Attrs) -> Run:
+    return _attention(attrs, _Attention(attrs).backward)
 
 
 class _Attention:
@@ -301,14 +342,14 @@ _AVG = _POOL | {"count_include_pad", "divisor_override"}
 _ATTENTION = frozenset({"is_causal", "scale", "layout"})
 
 CALLS: Mapping[str, Extern] = {
-    "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3, short=True),
-    "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", short=True),
-    "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", short=True),
-    "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3, short=True),
-    "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", short=True),
-    "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", short=True),
+    "conv2d": Extern(2, _CONV, _conv, "cudnn", most=3, wide=_wide_conv),
+    "conv2d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", wide=_conv_gradient(0)),
+    "conv2d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", wide=_wide_weight_gradient),
+    "conv3d": Extern(2, _CONV, _conv, "cudnn", most=3, wide=_wide_conv),
+    "conv3d_input_grad": Extern(2, _CONV, _conv_gradient(0), "cudnn", wide=_conv_gradient(0)),
+    "conv3d_weight_grad": Extern(2, _CONV, _conv_gradient(1), "cudnn", wide=_wide_weight_gradient),
     "attention": Extern(3, _ATTENTION, lambda a: _attention(a, _Attention(a).forward)),
-    "attention_grad": Extern(6, _ATTENTION, lambda a: _attention(a, _Attention(a).backward), short=True),
+    "attention_grad": Extern(6, _ATTENTION, _attention_gradient, wide=_attention_gradient),
     **{f"max_pool{n}d": Extern(1, _MAX, _max_pool(n)) for n in (2, 3)},
     **{f"max_pool{n}d_grad": Extern(3, _MAX, _max_pool_gradient(n)) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": Extern(1, frozenset({"output_size"}), _adaptive(n)) for n in (2, 3)},

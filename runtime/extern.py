@@ -17,8 +17,8 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor] | None]
 @dataclass(frozen=True)
 class Extern:
     """`arity` inputs, up to `most`; `attrs` it understands; `flag`: the TF32 flag that changes its
-    meaning, "matmul", "cudnn" or empty; `short`: a processor may have no instructions for 16-bit operands
-    (runtime/widening.py).
+    meaning, "matmul", "cudnn" or empty; `wide`: the call for float32 in the place of 16-bit operands, for
+    which a processor may have no instructions (runtime/widening.py).
     """
 
     arity: int
@@ -26,7 +26,7 @@ class Extern:
     prepare: Callable[[Attrs], Run]
     flag: str = ""
     most: int = 0
-    short: bool = False
+    wide: Callable[[Attrs], Run] | None = None
 
 
 def plain(run: Run) -> Run:

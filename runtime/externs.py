@@ -114,10 +114,10 @@ def _baddbmm(attrs: Mapping[str, Any]) -> Run:
 
 
 TABLE: Mapping[str, Extern] = {
-    "mm": Extern(2, frozenset({"precision"}), _mm, "matmul", short=True),
-    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm, "matmul", short=True),
-    "bmm": Extern(2, frozenset({"precision"}), _bmm, "matmul", short=True),
-    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm, "matmul", short=True),
+    "mm": Extern(2, frozenset({"precision"}), _mm, "matmul", wide=_mm),
+    "addmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _addmm, "matmul", wide=_addmm),
+    "bmm": Extern(2, frozenset({"precision"}), _bmm, "matmul", wide=_bmm),
+    "baddbmm": Extern(3, frozenset({"precision", "alpha", "beta"}), _baddbmm, "matmul", wide=_baddbmm),
     **CALLS,
 }
 
@@ -134,7 +134,8 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
         )
     run = record.prepare(attrs)
-    run = widened(run, record.flag == "matmul") if record.short else run
+    if record.wide:
+        run = widened(run, record.wide(attrs), product=record.flag == "matmul")
     return declared(run, record.flag, attrs.get("precision", "ieee") == "tf32") if record.flag else run
 
 

@@ -9,7 +9,7 @@ rounded once. `runtime/_calls.h` does the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, wraps
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,16 +29,15 @@ def slow(kind: torch.dtype) -> bool:
     return kind in _ASKED and not (asked is not None and asked())
 
 
-def widened(run: Run, product: bool = False) -> Run:
-    """The same call by way of float32 wherever that is quicker. `product`: of its last two operands."""
+def widened(run: Run, instead: Run, product: bool = False) -> Run:
+    """The call, or `instead` on float32 wherever that is quicker. `product`: of the last two operands."""
 
-    @wraps(run)
     def wide(inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> Sequence[Tensor] | None:
         first = inputs[0]
         if first.device.type != "cpu" or not slow(first.dtype) or (product and _quick(*inputs[-2:])):
             return run(inputs, outs)
         lent = [_room(o) if _short(o) else o for o in outs]
-        made = run([_room(t).copy_(t) if _short(t) else t for t in inputs], lent)
+        made = instead([_room(t).copy_(t) if _short(t) else t for t in inputs], lent)
         for out, found in zip(outs, lent if made is None else made, strict=False):
             if found is not out:
                 out.copy_(found)
