@@ -18,7 +18,7 @@ from library.launch import View, evaluate
 from runtime.calls import CALLS, Extern, Run
 from runtime.errors import fail
 from runtime.precision import declared
-from runtime.widening import widened
+from runtime.widening import lacking, widened
 
 _mm_typed = getattr(getattr(torch.ops.aten, "mm", None), "dtype_out", None)
 
@@ -134,7 +134,7 @@ def prepare(op: str, attrs: Mapping[str, Any], inputs: int) -> Run:
             f"extern {op} takes {record.arity} inputs, not {inputs}; unknown attributes: {unknown}",
         )
     run = record.prepare(attrs)
-    if record.wide:
+    if record.wide and lacking():  # elsewhere, as beside most cards, nothing stands before the call
         run = widened(run, record.wide(attrs), product=record.flag == "matmul")
     return declared(run, record.flag, attrs.get("precision", "ieee") == "tf32") if record.flag else run
 

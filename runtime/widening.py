@@ -29,6 +29,11 @@ def slow(kind: torch.dtype) -> bool:
     return kind in _ASKED and not (asked is not None and asked())
 
 
+def lacking() -> bool:
+    """Whether that is so for any type."""
+    return any(slow(kind) for kind in _ASKED)
+
+
 def widened(run: Run, instead: Run, product: bool = False) -> Run:
     """The call, or `instead` on float32 wherever that is quicker. `product`: of the last two operands."""
 
