@@ -114,6 +114,12 @@ def pairs(subject: Subject) -> list[tuple[str, str]]:
     return [("zeros", "normal"), *more, *flowing, *given]
 
 
+def away(subject: Subject) -> list[tuple[str, str]]:
+    """Those of `pairs` where one leaf is far out: of one that is a single row, one draw has its largest at
+    one place, and a little of it where it does not belong is felt from there only."""
+    return [(f"{FAR} {name}", FEW) for name in leaves(subject)]
+
+
 def _possible(subject: Subject, how: tuple[str, ...]) -> list[str]:
     """A library's own algorithm may spread an infinity (Winograd's adds and subtracts it; attention in blocks
     has other rows of NaN): blocks with one are not given any."""

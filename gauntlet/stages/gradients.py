@@ -26,7 +26,7 @@ from esper_ir import oracle
 from gauntlet import accuracy, edges, hosted, inputs, meaning, medley, ranges
 from gauntlet.kept import Kept
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
-from gauntlet.stages.numerics import deep, odd_dims, sizes
+from gauntlet.stages.numerics import deep, odd_dims, sizes, turns
 from gauntlet.subject import Subject
 
 DIRECTIONAL, PARAMETERS = "directional", "parameters"
@@ -49,6 +49,8 @@ LEAK = ("seesaw", "seesaw")
 ENDS = (("normal", inputs.START), ("normal", inputs.END))
 SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
+AGAIN = (("holed", "ones"), ("few", "infinite"))
+"""Tried with several seeds: of a leaf that is one row a draw has one hole, and numbers beside a few zeros."""
 KEPT, KEPT_BYTES, KEPT_ON_CARD = 96, 256 << 20, 4 << 30
 """Cases that are kept at a time, and bytes of them."""
 UNDECIDED = "roundings of these scores decide which exponentials are anything at all"
@@ -103,6 +105,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         for draw in few if context.quick else (*inputs.smooth_draws(subject), *few, "integers"):
             yield replace(base, wanted=wanted, draw=draw)
     yield from _together(subject, base)
+    for dims, seed in turns(context):
+        yield from _together(subject, replace(base, dims=dims, seed=seed), AGAIN, ranges.away(subject))
     skewed = [] if context.quick else [(draw, "normal") for draw in edges.scaled(subject)]
     for dims in (edges.dims(subject), *subject.regions[1:]):
         if subject.elements(dims) <= edges.ELEMENTS:

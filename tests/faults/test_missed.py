@@ -17,7 +17,7 @@ from gauntlet.isolate import ForkServer
 from gauntlet.runner import judge
 from gauntlet.stage import Context, Failed, Recipe
 from gauntlet.stages import gradients, memory
-from gauntlet.stages.numerics import deep
+from gauntlet.stages.numerics import deep, turns
 from gauntlet.subject import Subject
 from library.manifest import unpack
 from tests.faults import corpus
@@ -299,3 +299,23 @@ def test_a_mask_of_small_numbers_beside_large_ones(server: ForkServer, tmp_path:
             found = judge(data, "cpu", server, seed=2, stages=stages, recipe=replayed)
             assert found.passed is right, (draw, found.reason)
     assert chosen
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_hole_in_a_leaf_that_is_one_row_lies_where_one_draw_has_it(seed: int, tmp_path: Path) -> None:
+    """The last columns' share of a row's sum of w g, with 9e-7 of w[j / 2] in it: exact sums show it where a
+    hole of w hides one of the two. Of a single draw four verdicts in ten show nothing."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "centred_40_f32"), "cpu")
+    alike = list(faults.KINDS["wrong axis"].mutants(block))
+    place = "a little of b3_w[(j) / 2]"
+    chosen = [m for m in alike if (m.kernel, m.place) == ("bwd2_0_0_g", place)][1]
+    (planted,) = faults._written(tmp_path, block, [chosen], 0)
+    for data, right in ((block.container, True), ((tmp_path / planted.file).read_bytes(), False)):
+        context = Context(
+            Subject(unpack(data), torch.device("cpu")), lambda event: None, seed=seed, threads=1
+        )
+        seeds = [turn for _, turn in turns(context)]
+        drawn = [r for r in gradients.STAGE.recipes(context) if r.seed in seeds]
+        assert len({r.seed for r in drawn}) == 5 and {r.draw for r in drawn} >= {"holed", "few", "far w"}
+        wrong = [r for r in map(partial(gradients.STAGE.check, context), drawn) if isinstance(r, Failed)]
+        assert right is not bool(wrong), wrong
