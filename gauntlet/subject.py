@@ -287,7 +287,7 @@ class Subject:
         """Sizes at which, together, every plan and every variant of a kernel runs that small sizes reach: the
         base sizes, then those next to them that bring a new one, larger ones first. In a row or two what is
         rare among random values does not come about."""
-        base, seen = self.base_dims(), set[tuple[Any, ...]]()
+        base, seen = self.base_dims(), set[tuple[int, str]]()
         tried = [{**base, name: size} for name in base for size in self.sizes(name)]
         found, usual = [], self.elements(base)
 
@@ -295,15 +295,15 @@ class Subject:
             return self.elements(dims) < usual, abs(self.elements(dims) - usual)
 
         for dims in (base, *sorted(tried, key=distance)):
-            here = self._launched(dims)
+            here = self.launched(dims)
             if not here <= seen:
                 found.append(dims)
                 seen |= here
         return found
 
-    def _launched(self, dims: Mapping[str, int]) -> set[tuple[Any, ...]]:
+    def launched(self, dims: Mapping[str, int]) -> set[tuple[int, str]]:
         """(number of the plan, kernel) of everything that may be launched at these sizes."""
-        found: set[tuple[Any, ...]] = set()
+        found: set[tuple[int, str]] = set()
         for at, plan in enumerate(self.launch.plans):
             if not all(b.low <= dims[b.dim] <= b.high for b in plan.bucket):
                 continue
@@ -321,7 +321,7 @@ class Subject:
             return set()
         plans = self.launch.plans
         asked = {at for at, plan in enumerate(plans) if set(plan.wanted) in (set(), set(wanted))}
-        found = {(at, kernel) for at, kernel in self._launched(dims) if not wanted or at in asked}
+        found = {(at, kernel) for at, kernel in self.launched(dims) if not wanted or at in asked}
         return found | ({("largest",)} if dims == self.largest_dims() else set())
 
     def base_dims(self) -> dict[str, int]:

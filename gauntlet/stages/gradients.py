@@ -26,7 +26,7 @@ from esper_ir import oracle
 from gauntlet import accuracy, edges, hosted, inputs, meaning, medley, ranges
 from gauntlet.kept import Kept
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
-from gauntlet.stages.numerics import deep, odd_dims, sizes, turns
+from gauntlet.stages.numerics import DEEP, deep, odd_dims, sizes, turns
 from gauntlet.subject import Subject
 
 DIRECTIONAL, PARAMETERS = "directional", "parameters"
@@ -51,6 +51,8 @@ SPARSE = (("ties", "few"), ("gaps", "gaps"))
 """Leaves and cotangents with many zeros and equal values."""
 AGAIN = (("holed", "ones"), ("few", "infinite"))
 """Tried with several seeds: of a leaf that is one row a draw has one hole, and numbers beside a few zeros."""
+MOST_PARTS = 1 << 11
+"""Rows at which the last part of a sum over them is looked at."""
 KEPT, KEPT_BYTES, KEPT_ON_CARD = 96, 256 << 20, 4 << 30
 """Cases that are kept at a time, and bytes of them."""
 UNDECIDED = "roundings of these scores decide which exponentials are anything at all"
@@ -113,6 +115,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield from _together(subject, replace(base, dims=dims), skewed, ())
     for dims in (_ragged(subject), *subject.regions[1:]):
         yield from _together(subject, replace(base, dims=dims), (LEAK, *(() if context.quick else ENDS)), ())
+    for dims in _whole(context):
+        yield from _together(subject, replace(base, dims=dims), (("normal", inputs.END),), ())
     for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject, context.seed)):
         seeded = replace(base, dims=dims, seed=context.seed + number)
         yield from _together(subject, seeded, ((draw, draw),), ())
@@ -147,6 +151,22 @@ def _recipes(context: Context) -> Iterator[Recipe]:
 def _ragged(subject: Subject) -> dict[str, int]:
     """Sizes that no tile divides, and even: of rows in turn the last is another than the first."""
     return {name: subject.nearest(name, size + 1) for name, size in odd_dims(subject).items()}
+
+
+def _whole(context: Context) -> Iterator[dict[str, int]]:
+    """Powers of two of each dim, where something is summed over it. Such sums are of parts, of so many rows
+    each, and both numbers are powers of two: at one of these sizes the last row is in the last part, alone
+    where it alone flows back. None in a hurry."""
+    subject, base = context.subject, context.subject.base_dims()
+    kinds = {name: kind for name, _, kind in subject.leaves}
+    for name in () if context.quick or subject.heavy else base:
+        wanted = [kinds[n] for n in subject.launch.interface.differentiable]
+        if all(any(name in d.symbols() for d in kind.shape) for kind in wanted):
+            continue
+        for power in range(2, MOST_PARTS.bit_length()):
+            dims = {**base, name: 1 << power}
+            if subject.declares(dims) and subject.admits(dims, DEEP):
+                yield dims
 
 
 def _together(

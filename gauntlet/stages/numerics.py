@@ -7,7 +7,6 @@ range, and layouts without a kernel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -98,17 +97,19 @@ def sizes(context: Context) -> Iterator[dict[str, int]]:
 
 
 def deep(context: Context) -> Iterator[dict[str, int]]:
-    """Each dim as large as every region allows, and the many cases: where a loop goes round, the code of its
-    later turns sees what the first turn sees elsewhere. None in a hurry."""
+    """Each dim as large as every plan and every variant of a kernel allows, and the many cases: where a loop
+    goes round, the code of its later turns sees what the first turn sees elsewhere. None in a hurry."""
     subject, base = context.subject, context.subject.base_dims()
     if context.quick or subject.heavy:
         return
     for name in base:
-        starts = sorted({dims[name] for dims in subject.regions if {**base, name: dims[name]} == dims})
         admitted = [n for n in subject.sizes(name) if subject.admits({**base, name: n}, DEEP)]
-        ends = [max((n for n in admitted if n < above), default=0) for above in (*starts[1:], math.inf)]
-        for size in sorted({n for start, n in zip(starts, ends, strict=True) if n > start}):
-            yield {**base, name: size}
+        seen = set[tuple[int, str]]()
+        for size in sorted((n for n in admitted if n > base[name]), reverse=True):
+            dims = {**base, name: size}
+            if not (here := subject.launched(dims)) <= seen:
+                yield dims
+                seen |= here
 
 
 def turns(context: Context) -> Iterator[tuple[dict[str, int], int]]:

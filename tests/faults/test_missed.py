@@ -286,6 +286,34 @@ def test_every_region_is_tried_where_it_ends() -> None:
     assert len(ends) > 1 and min(ends) in tried and max(tried) > 10 * subject.base_dims()["rows"]
 
 
+def test_every_variant_of_a_kernel_is_tried_at_large_sizes() -> None:
+    """NaN for zero beyond 600 rows, in the variant for sizes that 16 divides: no large one was."""
+    block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "mlp_40_f32"), "h100")
+    subject = Subject(unpack(block.container), torch.device("cpu"))
+    tried = list(deep(Context(subject, lambda event: None, False, 0, threads=1)))
+    assert {d["rows"] % 16 == 0 for d in tried if d["rows"] > 600} == {True, False}
+    there = set.union(*(subject.launched({"rows": rows}) for rows in range(601, 2050)))
+    assert set.union(*map(subject.launched, tried)) >= there
+
+
+def test_the_last_part_of_a_sum_over_rows_flows_back_alone() -> None:
+    """The last of 16 parts, of four rows each, 2e-6 less: felt where no other row has a share."""
+    block = corpus.compiled(
+        next(d for d in corpus.blueprints() if d["name"] == "rms_residual_72_f32"), "h100"
+    )
+    assert any("tl.range(0, 16, 16)" in text for name, text in block.texts.items() if "_sum" in name)
+    subject = _subject("rms_residual_72_f32")
+    context = Context(subject, lambda event: None, False, 0, threads=1)
+    drawn = [r for r in gradients.STAGE.recipes(context) if r.cotangent == inputs.END and r.draw == "normal"]
+    for wanted in {p.wanted for p in subject.launch.plans if p.phase == "backward"}:
+        rows = [r.dims["rows"] for r in drawn if set(r.wanted) == set(wanted)]
+        parts = {(each, count) for each in (1, 2, 4, 8, 16) for count in (1, 2, 4, 8, 16, 32, 64, 128)}
+        alone = {(e, c) for e, c in parts for r in rows if (r - 1) // e % c == c - 1}
+        assert {(e, c) for e, c in parts if e * c <= 1024} <= alone
+    rowwise = _subject("softmax_40_f32")
+    assert not list(gradients._whole(Context(rowwise, lambda event: None, False, 0, threads=1)))
+
+
 def test_a_mask_of_small_numbers_beside_large_ones(server: ForkServer, tmp_path: Path) -> None:
     """relu(x w + b), with small x taken for a little less: on the other side only where w is huge."""
     block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == "affine_relu_64_bf16"), "cpu")
