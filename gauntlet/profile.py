@@ -10,10 +10,10 @@ samples of all, from 300 on.
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gauntlet.isolate import CRASH, FINISHED, ILLEGAL, Ending, Errand, Event, Fo
 from gauntlet.jobs import encode_job
 from gauntlet.report import UNMEASURED, UNRESOLVED, StageReport
 from gauntlet.sampling import FULL, LEAST_PROCESSES, QUICK, STEADY, Effort
+from runtime import scratch
 
 NAME = "measurement"
 TARGET = "gauntlet.measuring:run"
@@ -53,18 +54,18 @@ def measure(container: bytes, job: Job, server: ForkServer, tell: Tell | None = 
     refused for being slow. Skipped when no process could measure; failed when candidate code killed two."""
     began, seen = time.monotonic(), _Seen()
     left, together, last = list(range(job.spends.processes)), job.spends.together, 0.0
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="esper-measure-")
-    except OSError as error:
-        return StageReport(NAME, "skipped", 0.0, f"no folder to measure in: {error}")
-    with folder as scratch:
+    with ExitStack() as held:
+        try:
+            place = held.enter_context(scratch.folder("esper-measure-"))
+        except OSError as error:
+            return StageReport(NAME, "skipped", 0.0, f"no folder to measure in: {error}")
         # None is begun for which there is no time, if it takes as long as the one before.
         while left and (
             len(seen.found) < LEAST_PROCESSES or time.monotonic() - began + last <= job.spends.enough_s
         ):
             begun = time.monotonic()
             wave, left = _wave(left, len(seen.found), together)
-            endings = _endings(container, job, server, wave, scratch, tell or _nobody)
+            endings = _endings(container, job, server, wave, place, tell or _nobody)
             again = [number for number, ending in endings if not seen.take(number, ending, len(wave) > 1)]
             left, together, last = [*again, *left], together and not again, time.monotonic() - begun
     seconds = round(time.monotonic() - began, 3)

@@ -14,13 +14,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import gauntlet.isolate
 from gauntlet.report import StageReport
 from library.manifest import unpack
+from runtime import scratch
 
 NAME = "sanitizer"
 PROGRAM = "compute-sanitizer"
@@ -42,7 +42,7 @@ def checks(container: bytes, device: str, program: str | None = None) -> StageRe
         return StageReport(NAME, "skipped", 0.0, f"{PROGRAM} is not installed")
     began, ran, left_out, output = time.monotonic(), [], [], ""
     libraries: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="esper-sanitizer-") as folder:
+    with scratch.folder("esper-sanitizer-") as folder:
         path = Path(folder) / "artifact"
         path.write_bytes(container)
         for tool in TOOLS:

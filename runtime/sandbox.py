@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from esper_ir.diagnostics import EsperError
+from runtime import scratch
 from runtime.errors import fail
 
 LEVELS = ("none", "limits", "landlock", "full")
@@ -112,14 +113,14 @@ def ask(
 @contextmanager
 def _folder(module: str) -> Iterator[str]:
     """A worker's own folder; E0830 where there is no room for one."""
-    try:
-        made = tempfile.TemporaryDirectory(prefix="esper-work-", ignore_cleanup_errors=True)
-    except OSError as error:
-        hint = f"free space below {tempfile.gettempdir()}, or name another place in TMPDIR"
-        text = f"the worker {module} has no folder: {os.strerror(error.errno or 0)}"
-        raise fail("E0830", text, node=module, hint=hint) from error
-    with made as folder:
-        yield folder
+    with ExitStack() as held:
+        try:
+            made = held.enter_context(scratch.folder("esper-work-"))
+        except OSError as error:
+            hint = f"free space below {tempfile.gettempdir()}, or name another place in TMPDIR"
+            text = f"the worker {module} has no folder: {os.strerror(error.errno or 0)}"
+            raise fail("E0830", text, node=module, hint=hint) from error
+        yield made
 
 
 def environment(folder: Path, limits: Limits) -> dict[str, str]:
