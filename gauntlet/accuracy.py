@@ -27,7 +27,7 @@ from torch import Tensor
 
 from esper_ir import oracle
 from esper_ir.types import DType, TensorType
-from gauntlet import medley, ranges
+from gauntlet import meaning, medley, ranges
 from gauntlet.stage import Failed, Outcome, Passed, Recipe
 from gauntlet.subject import Subject
 
@@ -49,17 +49,18 @@ ALONE = 64.0
 class Others:
     """More float64 results by label: `nearby` with random roundings on the way (the number of a draw is
     given), `forms` in other ways to compute the same: by primitives, by bodies of operators, by other rules
-    of gradients; `flushed` what it changes where small results of functions are zero. Each is computed when
-    it is first asked for."""
+    of gradients; `flushed` what it changes where small results of functions are zero; `numbers` how many
+    numbers the errors of all elements are made of. Each is computed when it is first asked for."""
 
     def __init__(
         self,
         nearby: Callable[[int], Mapping[str, Tensor]],
         forms: Sequence[Callable[[], Mapping[str, Tensor]]],
         flushed: Callable[[], Mapping[str, Tensor]] = dict,
+        numbers: Callable[[], int] = lambda: MANY,
     ) -> None:
         self.nearby, self.forms = functools.cache(nearby), [functools.cache(form) for form in forms]
-        self.flushed = functools.cache(flushed)
+        self.flushed, self.numbers = functools.cache(flushed), functools.cache(numbers)
 
     def ended(self, subject: Subject) -> Others:
         """The same with the first and the last row by themselves."""
@@ -68,6 +69,7 @@ class Others:
             lambda turn: with_ends(subject, self.nearby(turn)),
             forms,
             lambda: with_ends(subject, self.flushed()),
+            self.numbers,
         )
 
 
@@ -151,7 +153,7 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
         return beside(torch.where(fine, exact + torch.maximum(error, off), eager.double()))
 
     moved = moved_by(range(SHAKES), torch.zeros_like(error))
-    many = _many(moved, exact)
+    many = _many(moved, exact) and others.numbers() >= MANY
     rmse = oracle.BOUNDS[dtype_of(subject, label)].rmse
     second = again(moved / rmse if many else moved)
     if many and second.rmse_margin > 1.0 and math.isfinite(second.rmse_margin):
@@ -169,6 +171,17 @@ def judged(subject: Subject, recipe: Recipe, row: Row, others: Others | None) ->
 def _apart(other: Tensor, exact: Tensor) -> Tensor:
     """How far two results are apart; 0 where either is no number, which says nothing of finite ones."""
     return torch.nan_to_num((other - exact).abs(), nan=0.0, posinf=0.0)
+
+
+def numbers_of(subject: Subject, recipe: Recipe, leaves: Mapping[str, Tensor]) -> int:
+    """Of a medley: how many numbers an element's error can come of, up to `MANY`. Where each leaf is one
+    number, or one of five, or a function is asked for one only, all elements have a few errors between them,
+    however they differ by what flows back. Of a short type the last rounding is felt, each element's own."""
+    floating = [t for t in leaves.values() if t.is_floating_point() and t.numel()]
+    if not recipe.draw.startswith(medley.DRAW) or any(t.element_size() < 4 for t in floating):
+        return MANY
+    combined = math.prod(min(MANY, torch.unique(t).numel()) for t in floating)
+    return min(MANY, combined, meaning.asked(subject, leaves))
 
 
 def _many(errors: Tensor, exact: Tensor) -> bool:

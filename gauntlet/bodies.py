@@ -28,6 +28,22 @@ FLUSHED = frozenset({"exp", "exp2", "sigmoid"})
 ex2.approx.ftz and rcp.approx.ftz; div.full does not)."""
 
 
+FUNCTIONS = frozenset((
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1",
+    "log", "log1p", "log2", "pow", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh",
+))  # fmt: skip
+"""Whose results have errors of their own, the same for equal arguments."""
+
+
+def asks(node: Node) -> bool:
+    """Whether the body of the node has one of `FUNCTIONS`."""
+    lowering = lookup(node.op).lowering
+    if not isinstance(lowering, Pointwise):
+        return False
+    parts = walk(lowering.body(dict(node.attrs)))
+    return any(isinstance(p, Prim) and p.name in FUNCTIONS for p in parts)
+
+
 def value(expr: Expr, operands: Sequence[Any], least: float = 0.0) -> Any:
     """Of an expression over tensors and numbers; casts to short types are left out. Results of `FLUSHED`
     under `least` are zero."""

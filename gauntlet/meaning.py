@@ -176,6 +176,23 @@ def _by_bodies(graph: Graph, given: Mapping[str, Tensor], least: float = 0.0) ->
         return reference.evaluate_all(graph, dict(known), precision="float64", after=after)
 
 
+def asked(subject: Subject, values: Mapping[str, Tensor]) -> int:
+    """The fewest different numbers that a function of one argument (`bodies.FUNCTIONS`) is asked for anywhere
+    in the forward; as many as there are elements where there is none."""
+    found = [max(t.numel() for t in values.values())]
+    known = {n: t.double() if t.is_floating_point() else t for n, t in values.items()}
+
+    def after(node: Node, made: tuple[Tensor, ...], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
+        if len(node.tensors) == 1 and bodies.asks(node):
+            found.append(torch.unique(known[node.tensors[0]]).numel())
+        known.update(zip(node.outputs, made, strict=True))
+        return made
+
+    with torch.no_grad():
+        reference.evaluate_all(subject.flat, dict(known), precision="float64", after=after)
+    return min(found)
+
+
 def _flowing(
     subject: Subject, values: Mapping[str, Tensor], cotangents: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:

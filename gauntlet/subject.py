@@ -374,6 +374,13 @@ class Subject:
             self._eager = min(first, self._measured(self.base_dims()))
         return self._eager * max(1.0, self.elements(dims) / max(self.elements(self.base_dims()), 1))
 
+    def eager_at(self, dims: Mapping[str, int]) -> float:
+        """What the reference takes for forward and backward at these sizes, run there twice: what libraries
+        plan in the first run is kept by thread, so that the backward runs in this one."""
+        with torch.autograd.set_multithreading_enabled(False):
+            self._measured(dims)
+            return self._measured(dims)
+
     def _measured(self, dims: Mapping[str, int]) -> float:
         began = time.monotonic()
         values = {}

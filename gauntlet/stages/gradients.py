@@ -215,7 +215,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         if got != wanted:
             return Failed(f"d({name}) has the shape {got} instead of {wanted}")
     rows = [(f"d({name})", found[name], exact[name]) for name in recipe.wanted]
-    others = _others(subject, case)
+    others = _others(subject, recipe, case)
     outcome = _judged(subject, recipe, case, rows, others)
     if isinstance(outcome, Failed) and not _means_one_thing(subject, case):
         return Skipped("ways to write the function differ in where it is inf or NaN")
@@ -273,7 +273,7 @@ def _case(subject: Subject, recipe: Recipe) -> _Case:
     return made
 
 
-def _others(subject: Subject, case: _Case) -> accuracy.Others:
+def _others(subject: Subject, recipe: Recipe, case: _Case) -> accuracy.Others:
     """Of all gradients of the case. Those of the last case are kept: what is near an end is tried with one
     set of gradients after the other."""
     last, found = _latest.get(subject, (None, None))
@@ -292,6 +292,7 @@ def _others(subject: Subject, case: _Case) -> accuracy.Others:
         lambda turn: meaning.rounded(subject, meant, flowing, turn),
         (flat, rules),
         lambda: meaning.flushed(subject, meant, flowing),
+        lambda: accuracy.numbers_of(subject, recipe, case.values),
     )
     _latest[subject] = case, others
     return others

@@ -192,6 +192,7 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         lambda turn: named(meaning.rounded(subject, meant, None, turn)),
         forms,
         lambda: named(meaning.flushed(subject, meant, None)),
+        lambda: accuracy.numbers_of(subject, recipe, values),
     )
     rows = [
         (name + phase, got, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,6 +38,22 @@ from tests.source import ROOT
 SHORT = Effort(samples=20, width=1.0, patience_s=0.0, seconds=0.3, heat_s=0.0, processes=2)
 CARD_ONLY = ("registers", "spills", "shared_memory_bytes", "occupancy", "power_watts_avg", "power_watts_idle",
              "joules_per_call", "host_us_per_call", "compile_both_ms_median")  # fmt: skip
+
+
+def test_eager_is_timed_where_it_is_measured_by_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What libraries plan for a thread is not there for another: nothing of it may run beside."""
+    subject = Subject(unpack(handmade.build(toys.norm())), torch.device("cpu"))
+    seen: list[tuple[dict[str, int], bool]] = []
+    plain = Subject._measured
+
+    def run(self: Subject, dims: dict[str, int]) -> float:
+        seen.append((dims, torch.autograd.is_multithreading_enabled()))
+        return plain(self, dims)
+
+    monkeypatch.setattr(Subject, "_measured", run)
+    at = subject.largest_dims(1 << 14)
+    assert subject.eager_at(at) > 0 and seen == [(at, False)] * 2
+    assert torch.autograd.is_multithreading_enabled() and at != subject.base_dims()
 
 
 def test_the_profile_of_a_processor(server: ForkServer) -> None:
@@ -127,7 +144,7 @@ def test_without_a_folder_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -
     def none(**given: Any) -> None:
         raise FileNotFoundError(2, "no usable temporary directory")
 
-    monkeypatch.setattr(profile.tempfile, "TemporaryDirectory", none)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", none)
     said = profile.measure(b"", profile.Job("cpu", effort=SHORT), ForkServer())
     assert said.outcome == "skipped" and "no usable temporary directory" in said.reason
 
