@@ -434,8 +434,8 @@ def test_what_is_flushed_is_told_beside_results_that_are_no_floating_numbers() -
     ],
 )
 def test_what_a_function_is_asked_for_once_has_one_error(name: str, seed: int, draw: str) -> None:
-    """gelu(x + b) with both alike, silu(x) z with x alike: a logistic function near 1 that is one rounding off
-    is so in every element, and few draws of roundings are off as far. These were refused."""
+    """gelu(x + b) with both alike, silu(x) z with x alike: a logistic function near 1 that is off by a
+    rounding is so in every element, and few draws of roundings are off as far. These were refused."""
     block = corpus.compiled(next(d for d in corpus.blueprints() if d["name"] == name), "cpu")
     subject = Subject(unpack(block.container), torch.device("cpu"))
     context = Context(subject, lambda event: None, seed=seed, threads=1)
