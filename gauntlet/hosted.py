@@ -46,3 +46,8 @@ def _begun(tensor: Tensor) -> Tensor:
 def named(tensors: Mapping[str, Tensor], where: torch.device) -> dict[str, Tensor]:
     """`fetched`, by name."""
     return dict(zip(tensors, fetched(list(tensors.values()), where), strict=True))
+
+
+def flowing(cotangents: Sequence[Tensor | None], where: torch.device) -> list[Tensor | None]:
+    """Cotangents there; of what does not flow back there is none."""
+    return [None if c is None else c.to(where) for c in cotangents]

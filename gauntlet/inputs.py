@@ -14,7 +14,7 @@ from esper_ir import oracle
 from esper_ir.eager import constant_value
 from esper_ir.graph import Leaf
 from esper_ir.types import Dim, TensorType
-from gauntlet import edges, hosted, lone, medley, ranges
+from gauntlet import edges, equal, hosted, lone, medley, ranges
 from gauntlet.cases import Raw
 from gauntlet.stage import Recipe
 from gauntlet.subject import Subject
@@ -135,8 +135,8 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if leaf.kind == "constant":
         return constant_value(leaf).to(where)
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
-    named = next((m for m in (lone, edges, medley) if recipe.draw.startswith(m.DRAW)), ranges)
-    how = named.of_leaf(recipe.draw, leaf.name)
+    named = next((m for m in (lone, edges, medley, equal) if recipe.draw.startswith(m.DRAW)), ranges)
+    whole, how = recipe.draw, named.of_leaf(recipe.draw, leaf.name)
     recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed, where.type)
@@ -151,6 +151,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     if leaf.type.dtype.is_floating and scale != 1.0:
         drawn = (drawn.double() * scale).to(drawn.dtype)
     drawn = _over_all(drawn.to(where), leaf.type, recipe)
+    drawn = equal.levelled(whole, leaf.type, drawn) if named is equal else drawn
     if fixed:
         subject.kept.put(key, drawn, drawn.nbytes)
     return drawn
@@ -313,14 +314,16 @@ def _cotangent(
         dense = torch.randn(shape, generator=generator).to(dtype)
     if stored is None:
         dense = _shaped(recipe.cotangent, dense, generator)
+    if recipe.cotangent.startswith(equal.DRAW):
+        dense = equal.levelled(recipe.cotangent, kind, dense)
     dense = dense.to(device)
     return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
 
 
 def _way(cotangent: str, name: str) -> str | None:
     """How a leaf is drawn that is as this cotangent."""
-    if cotangent.startswith(medley.DRAW):
-        return medley.of_leaf(cotangent, name)
+    if (by := next((m for m in (medley, equal) if cotangent.startswith(m.DRAW)), None)) is not None:
+        return by.of_leaf(cotangent, name)
     return cotangent if cotangent in (*HALVES, INTEGERS) else None
 
 

@@ -4,6 +4,7 @@ gradients asked for     all, each alone, all but one
 cotangents              random, ones and rows with stride 0, alike in parts, one-hot, zeros, runs of zeros,
                         transposed, absent
 medleys                 each leaf and cotangent drawn in a way of its own, at one to three rows
+equal rows              the same with all rows alike: so are what has a row for each, and sums of one row alone
 heavy sums              leaves and cotangents of one sign, exact, with rows that one element outweighs, or
                         rows that sum to zero
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
@@ -17,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from esper_ir import oracle
-from gauntlet import accuracy, edges, hosted, inputs, meaning, medley, ranges
+from gauntlet import accuracy, edges, equal, hosted, inputs, invariance, meaning, medley, ranges
 from gauntlet.kept import Kept
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Skipped, Sweep
 from gauntlet.stages.numerics import DEEP, deep, odd_dims, sizes, turns
@@ -117,9 +119,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
         yield from _together(subject, replace(base, dims=dims), (LEAK, *(() if context.quick else ENDS)), ())
     for dims in _whole(context):
         yield from _together(subject, replace(base, dims=dims), (("normal", inputs.END),), ())
-    for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject, context.seed)):
-        seeded = replace(base, dims=dims, seed=context.seed + number)
-        yield from _together(subject, seeded, ((draw, draw),), ())
+    for draw, dims, seed in (*_medleys(context), *invariance.tried(context, deep(context))):
+        yield from _together(subject, replace(base, dims=dims, seed=seed), ((draw, draw),), ())
     for draw in inputs.smooth_draws(subject):
         yield replace(base, draw=draw)
     for cotangent in inputs.cotangent_kinds(subject):
@@ -146,6 +147,14 @@ def _recipes(context: Context) -> Iterator[Recipe]:
     yield replace(base, layout="strided")
     for seed in range(2 if context.quick else 4):
         yield replace(base, draw="normal", layout=DIRECTIONAL, seed=context.seed + seed)
+
+
+def _medleys(context: Context) -> Iterator[tuple[str, dict[str, int], int]]:
+    """Draws, sizes and seeds. None in a hurry."""
+    for number, (draw, dims) in enumerate(
+        () if context.quick else medley.tried(context.subject, context.seed)
+    ):
+        yield draw, dims, context.seed + number
 
 
 def _ragged(subject: Subject) -> dict[str, int]:
@@ -205,6 +214,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     subject = context.subject
     if recipe.layout == DIRECTIONAL:
         return _directional(context, recipe)
+    if recipe.draw.startswith(equal.DRAW):
+        return _of_equal_rows(context, recipe)
     case = _case(subject, recipe)
     exact = case.exact
     with context.launching():
@@ -223,6 +234,46 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     if free.isdisjoint(label for label, _, _ in rows) or meaning.decided(subject, case.meant):
         return outcome
     return _judged(subject, recipe, case, [r for r in rows if r[0] not in free or _not_finite(r)], others)
+
+
+def _of_equal_rows(context: Context, recipe: Recipe) -> Outcome:
+    """What has a row for each of equal rows, and what is summed over them, one after the other alone."""
+    subject, here = context.subject, hosted.device(context.subject, recipe.dims)
+    values, meant = inputs.case(subject, recipe)
+    flowing, wanted = inputs.cotangents(subject, recipe), recipe.wanted
+    over = invariance.summed(subject, recipe)
+    each = invariance.one_by_one(subject, recipe, flowing) if over else {}
+    with context.launching(1 + len(each)):
+        found = subject.trained(values, flowing, wanted)
+        alone = {row: subject.trained(values, flow, wanted) for row, flow in each.items()}
+    found = hosted.named(found, here)
+    meant_flow = hosted.flowing(flowing, here)
+    results = invariance.of_rows(
+        subject, recipe, [(f"d({n})", found[n]) for n in wanted],
+        lambda: _labelled(meaning.gradients(subject, meant, meant_flow, wanted, "float64")),
+        partial(meaning.rounded, subject, meant, meant_flow),
+    )  # fmt: skip
+    flows = {row: hosted.flowing(flow, here) for row, flow in each.items()}
+
+    def exact(name: str) -> Tensor:
+        of = [meaning.gradients(subject, meant, flow, (name,), "float64")[name] for flow in flows.values()]
+        return torch.stack(of)
+
+    def nearby(name: str, turn: int) -> Tensor:
+        return torch.stack(
+            [meaning.rounded(subject, meant, flow, turn)[f"d({name})"] for flow in flows.values()]
+        )
+
+    sums = [
+        invariance.Alike(f"d({n})", torch.stack(hosted.fetched([of[n] for of in alone.values()], here)),
+                         partial(exact, n), partial(nearby, n))
+        for n in over
+    ]  # fmt: skip
+    return invariance.judged(subject, recipe, [*results, *sums])
+
+
+def _labelled(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"d({name})": grad for name, grad in gradients.items()}
 
 
 def _judged(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from esper_ir.diagnostics import EsperError
-from gauntlet import accuracy, edges, hosted, inputs, lone, meaning, medley, ranges
+from gauntlet import accuracy, edges, equal, hosted, inputs, invariance, lone, meaning, medley, ranges
 from gauntlet.stage import Context, Failed, Outcome, Passed, Recipe, Sweep
 from gauntlet.subject import Subject
 
@@ -53,6 +54,8 @@ def _recipes(context: Context) -> Iterator[Recipe]:
             yield replace(base, dims=dims, draw=draw)
     for number, (draw, dims) in enumerate(() if context.quick else medley.tried(subject, context.seed)):
         yield replace(base, dims=dims, draw=draw, seed=context.seed + number)
+    for draw, dims, seed in invariance.tried(context, deep(context)):
+        yield replace(base, dims=dims, draw=draw, seed=seed)
     for dims in sizes(context):
         yield replace(base, dims=dims)
     for dims in deep(context):
@@ -163,6 +166,8 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
     values, meant = inputs.case(subject, recipe)
     if recipe.draw == OUTSIDE:
         return _refused(context, values)
+    if recipe.draw.startswith(equal.DRAW):
+        return _of_equal_rows(context, recipe, values, meant)
     here = hosted.device(subject, recipe.dims)
     exact = meaning.outputs(subject, meant, "float64")
     try:
@@ -200,6 +205,25 @@ def _check(context: Context, recipe: Recipe) -> Outcome:
         for name, got, wanted in zip(subject.blueprint.outputs, found, exact, strict=True)
     ]
     return accuracy.beside_eager(subject, recipe, rows, eager, others, accuracy.Seen())
+
+
+def _of_equal_rows(
+    context: Context, recipe: Recipe, values: Mapping[str, Tensor], meant: Mapping[str, Tensor]
+) -> Outcome:
+    subject, here = context.subject, hosted.device(context.subject, recipe.dims)
+    with context.launching():
+        found = [(n, t) for n, t in zip(subject.blueprint.outputs, subject.infer(values), strict=True)]
+        if subject.launch.interface.differentiable:
+            trained = subject.forward(values)[0]
+            found += [(f"{n} (training)", t) for n, t in zip(subject.blueprint.outputs, trained, strict=True)]
+    home = hosted.fetched([t for _, t in found], here)
+
+    def exact() -> dict[str, Tensor]:
+        return dict(zip(subject.blueprint.outputs, meaning.outputs(subject, meant, "float64"), strict=True))
+
+    rows = [(label, t) for (label, _), t in zip(found, home, strict=True)]
+    nearby = partial(meaning.rounded, subject, meant, None)
+    return invariance.judged(subject, recipe, invariance.of_rows(subject, recipe, rows, exact, nearby))
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:
