@@ -4,7 +4,7 @@ gradients asked for     all, each alone, all but one
 cotangents              random, ones and rows with stride 0, alike in parts, one-hot, zeros, runs of zeros,
                         transposed, absent
 medleys                 each leaf and cotangent drawn in a way of its own, at one to three rows
-equal rows              the same with all rows alike: so are what has a row for each, and sums of one row alone
+equal rows              the same, all rows alike: so is what has a row for each, and each row's share of sums
 heavy sums              leaves and cotangents of one sign, exact, with rows that one element outweighs, or
                         rows that sum to zero
 ends                    infinities, small, huge and subnormal numbers, far exponents, in one tensor at a time
