@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from torch import Tensor
 
 from esper_ir.types import Dim, TensorType
@@ -29,9 +32,16 @@ def axis(kind: TensorType, dim: str) -> int | None:
     return at[0] if len(at) == 1 and kind.shape[at[0]] == Dim.sym(dim) else None
 
 
-def levelled(draw: str, kind: TensorType, tensor: Tensor) -> Tensor:
-    """The tensor with what it is at the first place along the dim at all of them."""
+def single(draw: str, kind: TensorType) -> TensorType:
+    """The type of what is drawn: one row of the tensor."""
     at = axis(kind, dim_of(draw))
-    if at is None or not tensor.numel():
-        return tensor
-    return tensor.narrow(at, 0, 1).expand(tensor.shape).contiguous()
+    return kind if at is None else replace(kind, shape=(*kind.shape[:at], Dim.of(1), *kind.shape[at + 1 :]))
+
+
+def levelled(draw: str, kind: TensorType, row: Tensor, dims: Mapping[str, int]) -> Tensor:
+    """The tensor of which all rows are this one; as it is where it has none for each."""
+    dim = dim_of(draw)
+    at = axis(kind, dim)
+    if at is None:
+        return row
+    return row.expand(*row.shape[:at], dims[dim], *row.shape[at + 1 :]).contiguous()

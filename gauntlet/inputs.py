@@ -137,6 +137,7 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
     fixed = limit is None and all(d.static is not None for d in leaf.type.shape)
     named = next((m for m in (lone, edges, medley, equal) if recipe.draw.startswith(m.DRAW)), ranges)
     whole, how = recipe.draw, named.of_leaf(recipe.draw, leaf.name)
+    kind = equal.single(whole, leaf.type) if named is equal else leaf.type
     recipe = replace(recipe, draw=how)
     seed = _seed(recipe, leaf.name, fixed)
     key = (leaf.name, recipe.draw, seed, where.type)
@@ -144,14 +145,14 @@ def _leaf(subject: Subject, recipe: Recipe, leaf: Leaf, limit: Any, where: torch
         return kept
     generator = torch.Generator().manual_seed(seed)
     # Draws other than "normal" mean something by rows, and cases of theirs are small.
-    some = _drawn_rows(leaf.type, recipe) if fixed or recipe.draw == "normal" else 0
-    few = replace(leaf.type, shape=(Dim.of(some), *leaf.type.shape[1:])) if some else leaf.type
+    some = _drawn_rows(kind, recipe) if fixed or recipe.draw == "normal" else 0
+    few = replace(kind, shape=(Dim.of(some), *kind.shape[1:])) if some else kind
     drawn = _draw(recipe.draw, few, recipe, generator, limit)
     scale = 1.0 if leaf.kind == "input" else parameter_scale(leaf.type)
     if leaf.type.dtype.is_floating and scale != 1.0:
         drawn = (drawn.double() * scale).to(drawn.dtype)
-    drawn = _over_all(drawn.to(where), leaf.type, recipe)
-    drawn = equal.levelled(whole, leaf.type, drawn) if named is equal else drawn
+    drawn = _over_all(drawn.to(where), kind, recipe)
+    drawn = equal.levelled(whole, leaf.type, drawn, recipe.dims) if named is equal else drawn
     if fixed:
         subject.kept.put(key, drawn, drawn.nbytes)
     return drawn
@@ -304,7 +305,10 @@ def _cotangent(
     elif recipe.cotangent in ranges.COTANGENTS:
         return ranges.drawn(recipe.cotangent, shape, kind.dtype, generator, ranges.FLOWING).to(device)
     elif (way := _way(recipe.cotangent, COTANGENT + name)) is not None:
-        dense = _draw(way, kind, recipe, generator, None)
+        alike = recipe.cotangent.startswith(equal.DRAW)
+        drawn = equal.single(recipe.cotangent, kind) if alike else kind
+        dense = _draw(way, drawn, recipe, generator, None)
+        dense = equal.levelled(recipe.cotangent, kind, dense, recipe.dims) if alike else dense
     elif recipe.cotangent == "zeros":
         dense = torch.zeros(shape, dtype=dtype)
     elif recipe.cotangent == "normal" and (some := _drawn_rows(kind, recipe)):
@@ -314,8 +318,6 @@ def _cotangent(
         dense = torch.randn(shape, generator=generator).to(dtype)
     if stored is None:
         dense = _shaped(recipe.cotangent, dense, generator)
-    if recipe.cotangent.startswith(equal.DRAW):
-        dense = equal.levelled(recipe.cotangent, kind, dense)
     dense = dense.to(device)
     return dense.t().contiguous().t() if recipe.cotangent == "strided" and dense.dim() == 2 else dense
 

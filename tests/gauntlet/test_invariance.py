@@ -71,9 +71,12 @@ def test_a_size_that_is_no_axis_of_its_own() -> None:
     for shape, at in (((rows, Dim.of(4)), 0), ((rows * 2, Dim.of(4)), None), ((rows, rows), None)):
         kind = TensorType(DType.float32, shape)
         assert equal.axis(kind, "rows") == at
-        drawn = torch.randn([d.value({"rows": 4}) for d in shape])
-        levelled = equal.levelled(equal.named("rows", 1), kind, drawn)
-        assert torch.equal(levelled, drawn if at is None else drawn[:1].expand_as(drawn))
+        draw, dims = equal.named("rows", 1), {"rows": 6}
+        row = torch.randn([d.value(dims) for d in equal.single(draw, kind).shape])
+        levelled = equal.levelled(draw, kind, row, dims)
+        assert list(levelled.shape) == [d.value(dims) for d in shape]
+        assert len(row) == (1 if at == 0 else len(levelled))
+        assert torch.equal(levelled, row.expand_as(levelled))
 
 
 def _alike(found: torch.Tensor, exact: torch.Tensor, label: str = "y") -> invariance.Alike:
