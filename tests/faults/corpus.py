@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from esper_ir import oracle, text
+import torch
+
+from esper_ir import oracle, reference, text
 from forge.ctoolchain import compile_c
 from forge.pass_manager import run
 from forge.pipelines import FAST
@@ -196,6 +199,20 @@ class Block:
         assert self.work.graph is not None and self.work.joint is not None
         graph = self.work.joint.graph if backward else self.work.graph
         return oracle.accumulation_length(graph, {"rows": rows})
+
+    @cached_property
+    def scale(self) -> float:
+        """Root mean square of results over that of what comes in, to a power of two, on ordinary values."""
+        assert (graph := self.work.graph) is not None
+        limits, generator = oracle.index_limits(graph), torch.Generator().manual_seed(0)
+        given = {
+            n: oracle.draw("normal", t, {"rows": 48}, generator, limits.get(n))
+            for n, t in graph.inputs.items()
+        }
+        made = reference.evaluate(graph, given, precision="float64").values()
+        came = [t.double() for t in given.values() if t.is_floating_point()]
+        out, into = (max(float(t.square().mean().sqrt()) for t in each) for each in (made, came))
+        return 2.0 ** round(math.log2(out / into))
 
     def roles(self, kernel: str) -> list[set[str]]:
         """What each argument of a kernel is over all launches: "leaf" (a tensor that the caller gives, also

@@ -190,8 +190,7 @@ def only_subtracted(block: Block, kernel: str) -> bool:
 @cache
 def scale_of(block: Block) -> float:
     """About how large results are beside what comes in: small where they are shares of a sum."""
-    shares = (only_subtracted(block, k) and not re.search(r"\blog(_f)?\(", t) for k, t in block.texts.items())
-    return 2.0**-5 if any(shares) else 1.0
+    return min(block.scale, 1.0)
 
 
 def stored(block: Block, kernel: str) -> set[int]:

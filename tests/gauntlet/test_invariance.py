@@ -99,6 +99,17 @@ def test_how_far_rows_may_be_apart() -> None:
     found[1, 3] = torch.nan
     outcome = invariance.judged(plain, recipe, [_alike(found, exact)])
     assert isinstance(outcome, Failed) and "inf or NaN in some only" in outcome.reason
+    found[1, 3], found[0, 2] = found[0, 3], found[1, 2] * (1 + 2.0**-23)
+    found[:, 7], found[:, 8] = torch.inf, torch.nan  # wrong, and alike: other cases see it
+    assert isinstance(invariance.judged(plain, recipe, [_alike(found, exact)]), Passed)
+    whole = torch.ones(3, 4, dtype=torch.int64)
+    assert isinstance(invariance.judged(plain, recipe, [_alike(whole, whole.double())]), Passed)
+    other = whole + torch.eye(3, 4, dtype=torch.int64)
+    assert isinstance(invariance.judged(plain, recipe, [_alike(other, whole)]), Failed)
+    largest = torch.full((3, 4), 65519.0, dtype=torch.float64)  # just below what float16 rounds to infinity
+    halves = largest.half()
+    halves[0] = torch.inf
+    assert isinstance(invariance.judged(plain, recipe, [_alike(halves, largest)]), Passed)
     apart = exact + torch.arange(3).unsqueeze(1)
     assert isinstance(invariance.judged(plain, recipe, [_alike(apart.float(), apart)]), Skipped)
 
