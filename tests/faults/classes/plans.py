@@ -163,7 +163,7 @@ def _other_buffer(block: Block) -> Iterator[Mutant]:
             # A mask flips, and is off by all of a value.
             masked = {s.name for s in loads if re.search(rf"\b{s.name} <= ", block.texts[kernel])}
             for site in [s for s in loads if s.argument == i and s.name not in masked]:
-                share = 0.6 * SHARE[dtype_of(block)] * (scale_of(block) if site.roles == {"saved"} else 1.0)
+                share = 0.4 * SHARE[dtype_of(block)] * (scale_of(block) if site.roles == {"saved"} else 1.0)
                 text = site.put(mixed(site, site.at(site.index, j), share))
                 place = f"a little of argument {j} in {site.value}"
                 yield Mutant("buffers swapped", kernel, place, text, subtle=True)

@@ -122,7 +122,8 @@ def _epilogue(site: Site) -> Changes:
         operands = re.findall(r"\b[tv]\d+\b", body[1]) if body else []
         if len(set(operands)) == 2 and re.search(r"[tv]\d+\)* [-+*] \(*[tv]\d+", body[1] if body else ""):
             yield "last operation", operands[0], False
-            yield "a little of the last operation", mixed(site, operands[0]), True
+            share = SHARE[dtype_of(site.block)] * scale_of(site.block)
+            yield "a little of the last operation", mixed(site, operands[0], share), True
             return
         if len(set(operands)) != 1:
             return
