@@ -86,7 +86,7 @@ def _independent(subject: Subject, dim: str) -> set[str]:
     if dims[dim] < 2:
         return set()
     for turn, draw in enumerate(PROBES):
-        one = Recipe("numerics", dims, draw, cotangent=draw, seed=turn)
+        one = Recipe("numerics", dims, draw, cotangent=draw, seed=turn, repeat=2)  # drawn, also in a replay
         given, other = (_given(subject, replace(one, seed=s)) for s in (turn, turn + len(PROBES)))
         changed = _replaced(subject, dim, given, other)
         before, after = (_meant(subject, each) for each in (given, changed))

@@ -6,16 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from esper_ir.builder import Builder
 from esper_ir.diagnostics import EsperError
 from forge.service import compile_blueprint
-from gauntlet import cases, runner
+from gauntlet import cases, inputs, runner
 from gauntlet.cli import main
 from gauntlet.isolate import ForkServer
 from gauntlet.report import UrabraskValidationReport
 from gauntlet.sampling import BRIEF
+from gauntlet.stage import Recipe
+from gauntlet.subject import Subject
 from library.store import Library
 from tests.faults import handmade, toys
 from tests.gauntlet.conftest import put
@@ -85,6 +88,23 @@ def test_a_rejection_can_be_replayed(home: Path, server: ForkServer) -> None:
     with Library.open(home, readonly=True) as library, pytest.raises(EsperError) as refused:
         library.load(artifact)
     assert refused.value.code == "E0741"
+
+
+def test_a_case_of_equal_rows_can_be_replayed(home: Path, server: ForkServer) -> None:
+    """It has the tensors, and its recipe says along which dim they are alike."""
+    little = "dx[r * C + c] = m * w[c] * (r == rows - 1 ? 1.00001f : 1.0f);"
+    wrong = handmade.edit(toys.affine(), ("dx[r * C + c] = m * w[c];", little))
+    for made, right in ((wrong, False), (toys.affine(), True)):
+        artifact = put(home, made)
+        with Library.open(home, readonly=True) as library:
+            container = library.load(artifact, allow_unvalidated=True).container
+        subject = Subject(container, torch.device("cpu"))
+        recipe = Recipe("gradients", {"rows": 5}, "equal rows 3", cotangent="equal rows 3", wanted=("x", "w"))
+        tensors = inputs.stored_form(subject, recipe)
+        case = cases.Case(artifact, "gradients", "", recipe.to_json(), tensors)
+        path = cases.save(home / runner.CASES, cases.encode(case))
+        again = runner.replay(path.stem, library=home, server=server)
+        assert again.passed is right and ("of equal rows it differs" in again.reason) is not right, again
 
 
 def test_a_case_passes_where_the_artifact_is_right(home: Path, server: ForkServer) -> None:
