@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from esper_ir import oracle
 from esper_ir.opdef import Contraction, Opaque
 from esper_ir.registry import lookup
 from gauntlet import accuracy, equal, inputs, meaning, medley
@@ -48,9 +47,9 @@ Given = tuple[Mapping[str, Tensor], Flowing]
 
 def tried(context: Context, deep: Iterable[dict[str, int]]) -> Iterator[tuple[str, dict[str, int], int]]:
     """Draws of this block, sizes and seeds, `deep`: large sizes. None in a hurry, nor where every case is
-    dear."""
+    dear, nor beside products."""
     subject = context.subject
-    if context.quick or subject.heavy:
+    if context.quick or subject.heavy or _products(subject):
         return
     first, deep = context.seed % medley.FIRST * (medley.COUNT << 3), list(deep)
     for dim in subject.base_dims():
@@ -204,7 +203,7 @@ def summed(subject: Subject, recipe: Recipe) -> tuple[str, ...]:
     return tuple(n for n in recipe.wanted if f"d({n})" not in axes)
 
 
-def judged(subject: Subject, recipe: Recipe, results: Iterable[Alike]) -> Outcome:
+def judged(recipe: Recipe, results: Iterable[Alike]) -> Outcome:
     """The first that are too far apart, or how far they are in units of what may be."""
     worst, unlike = 0.0, list[str]()
     for each in results:
@@ -214,15 +213,12 @@ def judged(subject: Subject, recipe: Recipe, results: Iterable[Alike]) -> Outcom
         if not _alike(exact):
             unlike.append(each.label)
             continue
-        draws = range(accuracy.SHAKES + accuracy.MORE_SHAKES)
-        if not each.found.is_floating_point():
-            return Failed(f"{each.label} at {recipe}: of equal rows it differs")
-        moved = torch.stack([(each.nearby(at) - exact[:1]).abs().amax(0) for at in draws]).amax(0)
-        moved = moved.clamp(min=_of_products(subject, recipe, each, exact))
-        margin = _margin(each.found.double(), exact[0], moved, torch.finfo(each.found.dtype))
+        draws = torch.stack([each.nearby(at) for at in range(accuracy.SHAKES + accuracy.MORE_SHAKES)])
+        margin = _margin(each.found, exact, draws)
         if margin > 1:
             how = f"differs by {margin:.3g} times what roundings do"
-            how = how if math.isfinite(margin) else "is inf or NaN in some only"
+            if not math.isfinite(margin):
+                how = "is inf or NaN in some only" if each.found.is_floating_point() else "is another number"
             return Failed(f"{each.label} at {recipe}: of equal rows it {how}")
         worst = max(worst, margin)
     if unlike:
@@ -238,22 +234,26 @@ def _alike(exact: Tensor) -> bool:
     return torch.allclose(exact, exact[:1], rtol=0.0, atol=WIDE_ROUNDINGS * size, equal_nan=True)
 
 
-def _of_products(subject: Subject, recipe: Recipe, each: Alike, exact: Tensor) -> float:
-    """What another order of a product's terms does to an element, however small it is itself: as in
-    `oracle.element_bound`. Random roundings are those of its result, not of its terms."""
-    gradient = each.label.startswith("d(")
-    graph = subject.flat_joint[0] if gradient else subject.flat
-    if not any(isinstance(lookup(node.op).lowering, Contraction | Opaque) for node in graph):
-        return 0.0
-    terms = subject.accumulation(recipe.dims, gradient=gradient)
-    rms = float(torch.nan_to_num(exact, posinf=0.0, neginf=0.0).square().mean().sqrt())
-    return oracle.SPREAD * math.sqrt(terms) * subject.roundoff * rms
+def _products(subject: Subject) -> bool:
+    """Whether there is a product anywhere, or a library's own algorithm. Libraries order the terms of a
+    product as its place in a tile wants it, so that rows differ, and whatever comes after may make more of
+    it: nothing is known of them."""
+    graphs = [subject.flat, *([subject.flat_joint[0]] if subject.launch.interface.differentiable else [])]
+    nodes = (node for graph in graphs for node in graph)
+    return any(isinstance(lookup(node.op).lowering, Contraction | Opaque) for node in nodes)
 
 
-def _margin(found: Tensor, exact: Tensor, moved: Tensor, info: torch.finfo) -> float:
-    """Near the largest number nothing is known; what is no number beside one is too far."""
-    apart = found.amax(0) - found.amin(0)
-    allowed = TWO * moved + info.eps * exact.abs() + info.smallest_normal
+def _margin(found: Tensor, exact: Tensor, draws: Tensor) -> float:
+    """How far results are apart, in units of what `draws` of them with random roundings allow. Near the
+    largest number nothing is known; what is no number beside one is too far, and so is another whole number
+    where no rounding changes that."""
     same = ((found == found[:1]) | (found.isnan() & found[:1].isnan())).all(0)
-    told = torch.where(~same & (exact.abs() + allowed < info.max), apart / allowed, 0.0)
-    return float(torch.nan_to_num(told, nan=torch.inf, posinf=torch.inf).max()) if told.numel() else 0.0
+    if not found.is_floating_point():
+        decided = (draws == exact[:1]).flatten(0, 1).all(0)
+        return math.inf if bool((~same & decided).any()) else 0.0
+    info, rows = torch.finfo(found.dtype), found.double()
+    moved = (draws - exact[:1]).abs().flatten(0, 1).amax(0)
+    allowed = TWO * moved + info.eps * exact[0].abs() + info.smallest_normal
+    apart = torch.nan_to_num(rows.amax(0) - rows.amin(0), nan=torch.inf)
+    told = torch.where(~same & (exact[0].abs() + allowed < info.max), apart / allowed, 0.0)
+    return float(told.max()) if told.numel() else 0.0

@@ -269,7 +269,7 @@ def _of_equal_rows(context: Context, recipe: Recipe) -> Outcome:
                          partial(exact, n), partial(nearby, n))
         for n in over
     ]  # fmt: skip
-    return invariance.judged(subject, recipe, [*results, *sums])
+    return invariance.judged(recipe, [*results, *sums])
 
 
 def _labelled(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

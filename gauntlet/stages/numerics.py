@@ -223,7 +223,7 @@ def _of_equal_rows(
 
     rows = [(label, t) for (label, _), t in zip(found, home, strict=True)]
     nearby = partial(meaning.rounded, subject, meant, None)
-    return invariance.judged(subject, recipe, invariance.of_rows(subject, recipe, rows, exact, nearby))
+    return invariance.judged(recipe, invariance.of_rows(subject, recipe, rows, exact, nearby))
 
 
 def _refused(context: Context, values: Mapping[str, Tensor]) -> Outcome:
